@@ -1,0 +1,419 @@
+"""jax.Arrays, NumPy arrays and scalars <-> plain descriptions, local boxes and host buffers.
+
+The only room that reads shardings. All host-side steps are NumPy, so that they work under any
+`jax.set_mesh`, mesh context or Explicit axes. What the public API cannot do is taken from
+`jax._src`, in `_assemble` only: a weak-typed or uncommitted array from its shards without an
+operation on the device. Tried with jax 0.8.0 to 0.10.2.
+"""
+
+import contextlib
+import enum
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxshard import _dtypes
+from jaxshard._boxes import Box
+from jaxshard._patterns import first_match
+from jaxshard._spec import INLINE_BYTES_MAX, LeafSpec, MeshSpec, encode_value
+
+Array = np.ndarray[Any, Any]
+Rules = Sequence[tuple[str, PartitionSpec]]
+_SCALARS = {bool: "bool", int: "int", float: "float", complex: "complex", str: "str",
+            bytes: "bytes", type(None): "none"}  # fmt: skip
+_WIDE = {"int64", "uint64", "float64", "complex128"}
+
+
+class Described(NamedTuple):
+    """A leaf and the mesh it lay on."""
+
+    spec: LeafSpec
+    mesh: MeshSpec | None
+
+
+def is_plain_leaf(value: Any) -> bool:
+    """Whether a value is a leaf of a kind that is known here (it may still be refused)."""
+    if type(value) in _SCALARS:
+        return True
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def describe(name: str, value: Any, *, abstract: bool) -> Described | str:
+    """Description of one leaf, or the reason why it cannot be stored."""
+    kind = _SCALARS.get(type(value))
+    if kind is not None:
+        return _describe_scalar(name, kind, value)
+    if isinstance(value, jax.core.Tracer):
+        return "a tracer; save outside of jit, grad and vmap"
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            return "a deleted jax.Array (donated?); save before the buffer is donated"
+        return _describe_jax(name, value)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return _describe_jax(name, value) if abstract else "a jax.ShapeDtypeStruct has no values"
+    if isinstance(value, np.ndarray):
+        return _describe_numpy(name, value)
+    if isinstance(value, np.generic):
+        if not _dtypes.is_supported(value.dtype):
+            return f"a NumPy scalar of dtype {value.dtype} cannot be stored"
+        dtype = value.dtype.name
+        encoded = encode_value("numpy_scalar", value)
+        return Described(
+            LeafSpec(name=name, kind="numpy_scalar", dtype=dtype, value=encoded), None
+        )
+    return _describe_other(name, value)
+
+
+def _describe_other(name: str, value: Any) -> Described | str:
+    class_name = f"{type(value).__module__}.{type(value).__qualname__}"
+    protocols = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+    if any(all(hasattr(value, m) for m in p) for p in protocols) and not isinstance(value, type):
+        return f"an iterator ({class_name}); save the numbers of its position instead"
+    if isinstance(value, enum.Enum):
+        return f"an enum member ({class_name}); save its value"
+    if callable(value):
+        return Described(LeafSpec(name=name, kind="function"), None)
+    return f"{class_name} is neither a known leaf nor registered as a pytree node"
+
+
+def _describe_scalar(name: str, kind: Any, value: Any) -> Described:
+    if kind in {"str", "bytes"} and len(_text_bytes(value)) > INLINE_BYTES_MAX:
+        shape = (len(_text_bytes(value)),)
+        return Described(
+            LeafSpec(name=name, kind=kind, dtype="uint8", shape=shape, array_shape=shape), None
+        )
+    return Described(LeafSpec(name=name, kind=kind, value=encode_value(kind, value)), None)
+
+
+def _text_bytes(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+
+
+def _describe_numpy(name: str, value: Array) -> Described | str:
+    if type(value) not in (np.ndarray, np.memmap):
+        return f"a NumPy array of type {type(value).__name__} would lose what that type adds"
+    if not _dtypes.is_supported(value.dtype):
+        return f"a NumPy array of dtype {value.dtype} cannot be stored"
+    spec = LeafSpec(
+        name=name,
+        kind="array",
+        container="numpy",
+        dtype=value.dtype.name,
+        shape=value.shape,
+        array_shape=value.shape,
+    )
+    return Described(spec, None)
+
+
+def _is_key(value: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def _describe_jax(name: str, value: Any) -> Described | str:
+    key = _is_key(value)
+    if not key and not _dtypes.is_supported(np.dtype(value.dtype)):
+        return f"a jax.Array of dtype {value.dtype} cannot be stored"
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return "a jax.Array that spans several processes; this version serves one process"
+    sharding = value.sharding
+    mesh, partition = _plain_sharding(sharding, len(value.shape))
+    impl = value.dtype._impl if key else None  # noqa: SLF001  (also on ShapeDtypeStruct)
+    spec = LeafSpec(
+        name=name,
+        kind="key" if key else "array",
+        container="jax",
+        dtype="uint32" if impl else np.dtype(value.dtype).name,
+        shape=tuple(value.shape),
+        array_shape=(*value.shape, *impl.key_shape) if impl else tuple(value.shape),
+        weak_type=bool(getattr(value, "weak_type", False)),
+        committed=is_committed(value),
+        key_impl=impl.name if impl else None,
+        spec=partition,
+        memory_kind=getattr(sharding, "memory_kind", None),
+    )
+    return Described(spec, mesh)
+
+
+def is_committed(value: Any) -> bool:
+    """Whether an array is bound to its devices; a ShapeDtypeStruct is if it has a sharding."""
+    if isinstance(value, jax.Array):
+        return bool(_base(value).committed)
+    return value.sharding is not None
+
+
+def _plain_sharding(sharding: Any, rank: int) -> tuple[MeshSpec | None, tuple[Any, ...] | None]:
+    if not isinstance(sharding, NamedSharding):
+        return None, None
+    mesh = sharding.mesh
+    sizes = tuple(mesh.shape[axis] for axis in mesh.axis_names)
+    types = tuple(getattr(t, "name", str(t)) for t in mesh.axis_types)
+    partition = tuple(sharding.spec)[:rank]
+    return MeshSpec(tuple(map(str, mesh.axis_names)), sizes, types), partition
+
+
+# Saving: values as shards --------------------------------------------------------------------
+
+
+def _base(value: jax.Array) -> Any:
+    """The array of uint32 words below a key array; any other array itself."""
+    return value._base_array if _is_key(value) else value  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def partitions(spec: LeafSpec, value: Any) -> tuple[int, ...]:
+    """Into how many shards each axis of the stored elements is cut."""
+    shape = spec.array_shape or ()
+    if not isinstance(value, jax.Array):
+        return (1,) * len(shape)
+    shard = _base(value).sharding.shard_shape(shape)
+    return tuple(n // s if s else 1 for n, s in zip(shape, shard, strict=True))
+
+
+class Shard(NamedTuple):
+    """One distinct part of a leaf on this process; `host()` brings it to host memory.
+
+    On CPU that is a view without a copy, except of sub-byte types.
+    """
+
+    box: Box
+    host: Callable[[], Array]
+
+
+def shards(spec: LeafSpec, value: Any) -> list[Shard]:
+    """The distinct shards of a leaf, whatever holds it."""
+    shape = spec.array_shape or ()
+    if isinstance(value, jax.Array):
+        found = {}
+        for shard in _base(value).addressable_shards:
+            box = Box.from_slices(shard.index, shape)
+            found.setdefault(box, Shard(box, functools.partial(np.asarray, shard.data)))
+        return list(found.values())
+    if isinstance(value, np.ndarray):
+        return [Shard(Box.whole(shape), lambda: value)]
+    return [Shard(Box.whole(shape), lambda: np.frombuffer(_text_bytes(value), np.uint8))]
+
+
+def is_view(spec: LeafSpec, value: Any) -> bool:
+    """Whether `Shard.host` gives memory that nobody changes: no copy is needed to keep it."""
+    if not isinstance(value, jax.Array):
+        return not isinstance(value, np.ndarray)
+    on_cpu = all(d.platform == "cpu" for d in _base(value).sharding.device_set)
+    return on_cpu and _dtypes.bits(str(spec.dtype)) >= 8
+
+
+# Loading: where a leaf goes ------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """Where one loaded leaf goes; `sharding` is None for NumPy."""
+
+    sharding: Any
+    committed: bool
+    weak_type: bool
+
+
+@contextlib.contextmanager
+def _reason(into: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as e:
+        into.append(str(e).splitlines()[0])
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh` or `with mesh:`, if there is one."""
+    # jax.sharding.get_mesh() answers for set_mesh only, and raises inside jit.
+    from jax._src import mesh as mesh_lib  # noqa: PLC0415  (jax 0.8.0 to 0.10.2)
+
+    for mesh in (mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env.physical_mesh):
+        if mesh is not None and not mesh.empty:
+            return mesh  # type: ignore[no-any-return]
+    return None
+
+
+def target(
+    saved: LeafSpec,
+    saved_mesh: MeshSpec | None,
+    like: Any,
+    *,
+    mesh: Mesh | None,
+    rules: Rules | None,
+    name: str,
+) -> Target | str:
+    """Where one leaf goes, or what keeps it from going there.
+
+    Args:
+      saved: the leaf in the checkpoint.
+      saved_mesh: the mesh it lay on.
+      like: the value in `like`, or None where there is no `like`.
+      mesh: the mesh the caller gave.
+      rules: patterns and partition specs that the caller gave.
+      name: name of the leaf after renaming.
+    """
+    rule = first_match(list(rules or ()), name)
+    weak = saved.weak_type
+    if isinstance(like, np.ndarray):
+        return Target(None, committed=False, weak_type=False)
+    if like is None:
+        placed = (mesh is not None and saved.container == "jax") or rule is not None
+        if not placed and saved.kind != "key":
+            return Target(None, committed=False, weak_type=False)
+    elif isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+        weak = bool(getattr(like, "weak_type", False))
+    found = _sharding(saved, saved_mesh, like, mesh, rule)
+    if isinstance(found, str):
+        return found
+    sharding, committed = found
+    if saved.kind != "key" and saved.dtype in _WIDE and not jax.config.jax_enable_x64:
+        return f"saved {saved.describe()}, but 64-bit types are off (jax_enable_x64=True keeps it)"
+    reasons: list[str] = []
+    with _reason(reasons):
+        sharding.shard_shape(saved.shape)
+        return Target(sharding, committed, weak)
+    return f"saved {saved.describe()} does not fit the wanted sharding: {reasons[0]}"
+
+
+def _sharding(
+    saved: LeafSpec, saved_mesh: MeshSpec | None, like: Any, mesh: Mesh | None, rule: Any
+) -> tuple[Any, bool] | str:
+    """(sharding, committed) in the order that the documentation of `load` gives."""
+    wanted = like.sharding if isinstance(like, (jax.Array, jax.ShapeDtypeStruct)) else None
+    abstract = isinstance(wanted, NamedSharding) and isinstance(wanted.mesh, AbstractMesh)
+    if wanted is not None and not abstract:
+        return wanted, is_committed(like)
+    known = mesh if mesh is not None else current_mesh()
+    if abstract:
+        return _on_known_mesh(wanted, known)
+    if rule is not None:
+        if known is None:
+            return "a rule gives a PartitionSpec, but there is no mesh (mesh=, or jax.set_mesh)"
+        return _named(known, rule, saved.memory_kind, "the rule")
+    if known is not None:
+        return _named(known, PartitionSpec(*(saved.spec or ())), saved.memory_kind, "the saved spec")
+    default = jax.config.jax_default_device
+    device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    kind = saved.memory_kind if saved.memory_kind in _memory_kinds(device) else None
+    return SingleDeviceSharding(device, memory_kind=kind), saved.committed and saved_mesh is None
+
+
+def _on_known_mesh(wanted: NamedSharding, known: Mesh | None) -> tuple[Any, bool] | str:
+    """A spec on an AbstractMesh, put on the concrete mesh that it stands for."""
+    asked = dict(wanted.mesh.shape)
+    if known is None:
+        return f"like is on an abstract mesh {asked}, but there is no mesh (mesh=, or jax.set_mesh)"
+    if dict(known.shape) != asked:
+        return f"like is on an abstract mesh {asked}, but the mesh is {dict(known.shape)}"
+    return NamedSharding(known, wanted.spec, memory_kind=wanted.memory_kind), True
+
+
+def _named(mesh: Mesh, spec: Any, memory_kind: str | None, whose: str) -> tuple[Any, bool] | str:
+    axes = [a for part in spec for a in (part if isinstance(part, tuple) else (part,)) if a]
+    absent = [a for a in axes if a not in mesh.shape]
+    if absent:
+        have = ", ".join(map(str, mesh.axis_names))
+        return f"{whose} has the axis {absent[0]!r}, which the mesh lacks (it has: {have})"
+    kind = memory_kind if memory_kind in _memory_kinds(mesh.devices.flat[0]) else None
+    reasons: list[str] = []
+    with _reason(reasons):
+        return NamedSharding(mesh, spec, memory_kind=kind), True
+    return f"{whose} does not fit the mesh: {reasons[0]}"
+
+
+@functools.lru_cache(maxsize=256)
+def _memory_kinds(device: Any) -> frozenset[str]:
+    return frozenset(m.kind for m in device.addressable_memories())
+
+
+def wanted_boxes(spec: LeafSpec, target: Target) -> list[Box]:
+    """Distinct boxes of a leaf that this process's devices need; the whole for NumPy."""
+    shape = spec.array_shape or ()
+    if target.sharding is None:
+        return [Box.whole(shape)]
+    indices = target.sharding.addressable_devices_indices_map(shape)
+    return list(dict.fromkeys(Box.from_slices(index, shape) for index in indices.values()))
+
+
+# Loading: buffers to arrays ------------------------------------------------------------------
+
+
+def to_array(
+    spec: LeafSpec, target: Target, buffers: dict[Box, Array], *, donatable: bool
+) -> Any:
+    """The leaf, from host buffers of `wanted_boxes` in the wanted dtype.
+
+    Buffers that are 64-byte aligned become the array on CPU without a copy; nobody may write into
+    them afterwards. With `donatable` the array owns device memory of its own.
+    """
+    shape = spec.array_shape or ()
+    if target.sharding is None:
+        return buffers[Box.whole(shape)]
+    indices = target.sharding.addressable_devices_indices_map(shape)
+    by_device = {d: buffers[Box.from_slices(index, shape)] for d, index in indices.items()}
+    if donatable:
+        parts = [
+            jax.device_put(buffer, _on(device, target.sharding.memory_kind), may_alias=False)
+            for device, buffer in by_device.items()
+        ]
+        array = jax.make_array_from_single_device_arrays(shape, target.sharding, parts)
+    else:
+        array = jax.make_array_from_callback(
+            shape, target.sharding, lambda index: buffers[Box.from_slices(index, shape)]
+        )
+    if target.weak_type or not target.committed:
+        array = _assemble(array, weak_type=target.weak_type, committed=target.committed)
+    if spec.kind == "key":
+        return jax.random.wrap_key_data(array, impl=spec.key_impl)
+    return array
+
+
+def _on(device: Any, memory_kind: str | None) -> Any:
+    return SingleDeviceSharding(device, memory_kind=memory_kind)
+
+
+def _assemble(array: Any, *, weak_type: bool, committed: bool) -> Any:
+    """The same buffers under another aval or commitment, without an operation on the device."""
+    from jax._src.array import ArrayImpl  # noqa: PLC0415
+    from jax._src.core import ShapedArray  # noqa: PLC0415
+
+    aval = ShapedArray(
+        array.shape, array.dtype, weak_type=weak_type, sharding=array.aval.sharding
+    )
+    parts = [shard.data for shard in array.addressable_shards]
+    return ArrayImpl(aval, array.sharding, parts, committed=committed)
+
+
+def release(value: Any) -> None:
+    """Free the device memory of an array of `like` whose replacement has been read."""
+    if isinstance(value, jax.Array) and not value.is_deleted():
+        value.delete()
+
+
+def text_of(spec: LeafSpec, raw: Array) -> str | bytes:
+    """The long string or bytes that was stored as an array."""
+    data = raw.tobytes()
+    return data.decode("utf-8", "surrogatepass") if spec.kind == "str" else data
+
+
+def environment() -> dict[str, Any]:
+    """Versions and flags that matter for exactness."""
+    import platform  # noqa: PLC0415
+    from importlib.metadata import version  # noqa: PLC0415
+    from os import environ  # noqa: PLC0415
+
+    packages = {p: version(p) for p in ("jax", "jaxlib", "numpy", "tensorstore", "ml_dtypes")}
+    return {
+        **packages,
+        "python": platform.python_version(),
+        "platform": jax.default_backend(),
+        "device_kind": jax.local_devices()[0].device_kind,
+        "device_count": jax.device_count(),
+        "process_count": jax.process_count(),
+        "enable_x64": bool(jax.config.jax_enable_x64),
+        "threefry_partitionable": bool(jax.config.jax_threefry_partitionable),
+        "default_prng_impl": str(jax.config.jax_default_prng_impl),
+        "default_matmul_precision": jax.config.jax_default_matmul_precision,
+        "xla_flags": environ.get("XLA_FLAGS", ""),
+    }

@@ -1,0 +1,112 @@
+"""Names of element types, and how sub-byte types lie in bytes.
+
+A logical dtype is named as NumPy and ml_dtypes name it (`float32`, `bfloat16`, `int4`). What
+Zarr v3 in TensorStore cannot hold, and every type smaller than a byte, is stored in a `uint8`
+carrier: low bits first along the last axis, or one byte per element. Pure: numpy only.
+
+Format: docs/format.md, "Element types".
+"""
+
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_NATIVE = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+    "float16 float32 float64 complex64 complex128"
+).split()
+_SUB_BYTE_BITS = {
+    "int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4,
+    "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6,
+}  # fmt: skip
+_BYTE_FLOATS = (
+    "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+).split()
+_EXTENDED = ["bfloat16", *_BYTE_FLOATS, *_SUB_BYTE_BITS]
+_CARRIER = {"float8_e4m3", *_SUB_BYTE_BITS}  # TensorStore's zarr3 driver has no name for the first
+
+
+@functools.cache
+def _table() -> dict[str, np.dtype[Any]]:
+    table = {name: np.dtype(name) for name in _NATIVE}
+    for name in _EXTENDED:
+        scalar = getattr(ml_dtypes, name, None)  # the 1-bit and 6-bit types are young
+        if scalar is not None:
+            table[name] = np.dtype(scalar)
+    return table
+
+
+def names() -> list[str]:
+    """Every logical dtype that this installation can hold."""
+    return list(_table())
+
+
+def is_supported(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of `dtype` can be stored (byte order does not matter)."""
+    return dtype.name in _table() and not dtype.hasobject and dtype.names is None
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype (native byte order) of a logical dtype.
+
+    Raises:
+      KeyError: no such dtype, or the installed ml_dtypes is too old for it.
+    """
+    return _table()[name]
+
+
+def bits(name: str) -> int:
+    """Bits of one element."""
+    return _SUB_BYTE_BITS.get(name) or 8 * numpy_dtype(name).itemsize
+
+
+def stored_dtype(name: str) -> str:
+    """Zarr data type that holds elements of a logical dtype."""
+    return "uint8" if name in _CARRIER else name
+
+
+def elements_per_byte(name: str) -> int:
+    """How many elements share a byte when they are packed; 1 for whole-byte and 6-bit types."""
+    size = _SUB_BYTE_BITS.get(name, 8)
+    return 8 // size if 8 % size == 0 else 1
+
+
+def to_stored(array: np.ndarray[Any, Any], name: str, per_byte: int) -> np.ndarray[Any, Any]:
+    """Elements `[..., n]` to stored elements `[..., ceil(n / per_byte)]`; a view where possible."""
+    dtype = numpy_dtype(name)
+    if array.dtype != dtype:
+        array = array.astype(dtype, copy=False)  # only the byte order can differ here
+    if name not in _CARRIER:
+        return array
+    raw = np.ascontiguousarray(array).view(np.uint8).reshape(array.shape)
+    if bits(name) < 8:
+        raw = raw & np.uint8((1 << bits(name)) - 1)
+    if per_byte == 1:
+        return raw
+    n = array.shape[-1]
+    padded = np.zeros((*array.shape[:-1], -(-n // per_byte), per_byte), np.uint8)
+    padded.reshape(*array.shape[:-1], -1)[..., :n] = raw
+    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits(name))
+    return np.bitwise_or.reduce(padded << shifts, axis=-1)
+
+
+def from_stored(
+    stored: np.ndarray[Any, Any], name: str, per_byte: int, last: slice
+) -> np.ndarray[Any, Any]:
+    """Stored elements to logical ones; of the last axis, once unpacked, only `last` is kept."""
+    dtype = numpy_dtype(name)
+    if name not in _CARRIER:
+        return stored.view(dtype)
+    raw = stored
+    if per_byte > 1:
+        mask = np.uint8((1 << bits(name)) - 1)
+        shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits(name))
+        raw = (stored[..., None] >> shifts) & mask
+        raw = raw.reshape(*stored.shape[:-1], -1)[..., last]
+    if name in {"int1", "int2", "int4"}:  # ml_dtypes keeps signed ones sign-extended in memory
+        sign = np.uint8(1 << (bits(name) - 1))
+        raw = ((raw ^ sign) - sign).astype(np.uint8, copy=False)
+    return np.ascontiguousarray(raw).view(dtype).reshape(raw.shape)

@@ -1,0 +1,318 @@
+"""`manifest.json`: the one description of a checkpoint, whose presence is the commit.
+
+Canonical JSON (sorted keys, no spaces, ASCII, no NaN) that ends with the xxh3-128 of its own
+bytes. Reading validates every field that anything later relies on: paths stay below the
+checkpoint, shapes and grids fit together, every leaf is in the tree once. Pure.
+
+Format: docs/format.md, "Manifest".
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from jaxshard import _dtypes, _keypaths
+from jaxshard._errors import CorruptionError, FormatError, Kind
+from jaxshard._spec import (
+    DEPTH_MAX,
+    KINDS,
+    NODE_TYPES,
+    Layout,
+    LeafSpec,
+    MeshSpec,
+    Node,
+    TreeSpec,
+)
+
+FORMAT_VERSION = 1
+FILE = "manifest.json"
+_ATTEMPT = re.compile(r"a-[0-9a-f]{8,32}")
+_END = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"\}\n\Z')
+_HEAD = re.compile(rb'\A\{"a_format":"jaxshard","a_version":(\d{1,9}),')
+_NUMPY_DIMS_MAX = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """What the manifest says of the files of one process."""
+
+    table_bytes: int
+    table_digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but its data."""
+
+    attempt: str
+    nonce: str
+    step: int | None
+    created: str
+    metadata: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    compression: str | None
+    tree: TreeSpec
+    processes: tuple[ProcessRecord, ...]
+    version: int = FORMAT_VERSION
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        body = {
+            # `a_` sorts first: a reader finds format and version before anything else.
+            "a_format": "jaxshard",
+            "a_version": self.version,
+            "attempt": self.attempt,
+            "compression": self.compression,
+            "created": self.created,
+            "environment": dict(self.environment),
+            "epoch": None,
+            "leaves": [_leaf_to_json(leaf) for leaf in self.tree.leaves],
+            "meshes": [mesh._asdict() for mesh in self.tree.meshes],
+            "metadata": dict(self.metadata),
+            "nonce": self.nonce,
+            "processes": [
+                {"iterators": None, "table_bytes": p.table_bytes, "table_xxh3_128": p.table_digest}
+                for p in self.processes
+            ],
+            "step": self.step,
+            "tree": _node_to_json(self.tree.root),
+        }
+        text = canonical(body)
+        digest = xxhash.xxh3_128_hexdigest(text)
+        return text[:-1] + f',"xxh3_128":"{digest}"}}\n'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> "Manifest":
+        """Read and validate a manifest.
+
+        Raises:
+          CorruptionError: cut or changed: it does not end with the digest of its bytes.
+          FormatError: another program's file, a newer version, or fields that do not fit together.
+        """
+        head = _HEAD.match(data)
+        if head is not None and int(head[1]) > FORMAT_VERSION:
+            raise FormatError(
+                f"{path}: expected format version {FORMAT_VERSION} or older, "
+                f"found version {int(head[1])}",
+                kind=Kind.FORMAT_VERSION,
+                path=path,
+                hint="pip install --upgrade jaxshard",
+            )
+        end = _END.search(data[-64:])
+        if head is None or end is None:
+            raise _damaged(path, "cut, or not written by jaxshard")
+        body = data[: len(data) - len(end[0])] + b"}"
+        if xxhash.xxh3_128_hexdigest(body).encode() != end[1]:
+            raise _damaged(path, "its bytes do not have the digest that it ends with")
+        try:
+            return _from_json(json.loads(body))
+        except FormatError as e:
+            raise FormatError(f"{path}: {e}", path=path) from e
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+            raise FormatError(
+                f"{path}: a field is missing or of the wrong type: {e!r:.200}", path=path
+            ) from e
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, each shared one once."""
+        return sum(leaf.nbytes for leaf in self.tree.leaves if leaf.same_as is None)
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON: one text for one value.
+
+    Raises:
+      ValueError: a NaN or an infinity, which JSON does not have.
+      TypeError: a value that JSON does not have.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _damaged(path: str, why: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path}: the manifest is damaged: {why}",
+        kind=Kind.MANIFEST_DAMAGED,
+        path=path,
+        hint="load another step, or restore this file from a copy",
+    )
+
+
+# To JSON ------------------------------------------------------------------------------------
+
+
+def _leaf_to_json(leaf: LeafSpec) -> dict[str, Any]:
+    """Fields that differ from their defaults, so that 100,000 leaves stay small."""
+    out: dict[str, Any] = {"name": leaf.name, "kind": leaf.kind}
+    for field in ("container", "dtype", "key_impl", "mesh", "memory_kind", "same_as", "digest"):
+        value = getattr(leaf, field)
+        if value is not None:
+            out[field] = value
+    if leaf.weak_type:
+        out["weak_type"] = True
+    if leaf.committed:
+        out["committed"] = True
+    if leaf.spec is not None:
+        out["spec"] = leaf.spec
+    if leaf.value is not None:
+        out["value"] = leaf.value
+    if leaf.array_shape is not None:
+        out["shape"] = leaf.shape
+        if leaf.array_shape != leaf.shape:
+            out["array_shape"] = leaf.array_shape
+    if leaf.layout is not None:
+        out["layout"] = leaf.layout._asdict()
+    return out
+
+
+def _node_to_json(node: Node | int) -> Any:
+    if isinstance(node, int):
+        return node
+    out: dict[str, Any] = {
+        "type": node.type,
+        "nodes": [_node_to_json(child) for child in node.children],
+    }
+    if node.keys:
+        out["keys"] = [_keypaths.to_json(key) for key in node.keys]
+    if node.class_name is not None:
+        out["class"] = node.class_name
+    return out
+
+
+# From JSON, with every check ----------------------------------------------------------------
+
+
+def _from_json(body: dict[str, Any]) -> Manifest:
+    _require(_ATTEMPT.fullmatch(body["attempt"]) is not None, "attempt", body["attempt"])
+    _require(body["epoch"] is None or type(body["epoch"]) is int, "epoch", body["epoch"])
+    step = body["step"]
+    _require(step is None or (type(step) is int and step >= 0), "step", step)
+    _require(body["compression"] in (None, "zstd"), "compression", body["compression"])
+    meshes = tuple(MeshSpec(*(tuple(m[f]) for f in MeshSpec._fields)) for m in body["meshes"])
+    leaves = tuple(_leaf_from_json(i, leaf, meshes) for i, leaf in enumerate(body["leaves"]))
+    _require(len({leaf.name for leaf in leaves}) == len(leaves), "leaves", "a name twice")
+    for leaf in leaves:
+        if leaf.same_as is not None:
+            first = leaves[leaf.same_as] if 0 <= leaf.same_as < len(leaves) else None
+            fits = first is not None and first.same_as is None and first.layout is not None
+            _require(fits, f"leaf {leaf.name!r}, same_as", leaf.same_as)
+    seen: list[int] = []
+    root = _node_from_json(body["tree"], seen, 0)
+    _require(seen == list(range(len(leaves))), "tree", "its leaves are not numbered in order")
+    processes = tuple(
+        ProcessRecord(int(p["table_bytes"]), str(p["table_xxh3_128"])) for p in body["processes"]
+    )
+    _require(bool(processes), "processes", "none")
+    _require(isinstance(body["metadata"], dict), "metadata", body["metadata"])
+    return Manifest(
+        attempt=body["attempt"],
+        nonce=str(body["nonce"]),
+        step=step,
+        created=str(body["created"]),
+        metadata=body["metadata"],
+        environment=dict(body["environment"]),
+        compression=body["compression"],
+        tree=TreeSpec(root, leaves, meshes),
+        processes=processes,
+        version=body["a_version"],
+    )
+
+
+def _require(condition: bool, what: str, found: Any) -> None:  # noqa: FBT001
+    if not condition:
+        raise FormatError(f"the manifest does not fit together: {what}: {found!r:.80}")
+
+
+def _shape(value: Any, what: str) -> tuple[int, ...]:
+    fits = isinstance(value, list) and len(value) <= _NUMPY_DIMS_MAX
+    _require(fits and all(type(n) is int and 0 <= n < 1 << 62 for n in value), what, value)
+    return tuple(value)
+
+
+def _leaf_from_json(number: int, leaf: dict[str, Any], meshes: tuple[MeshSpec, ...]) -> LeafSpec:
+    name = leaf["name"]
+    where = f"leaf {number} ({name!r:.80})"
+    _require(isinstance(name, str), where, name)
+    _require(leaf["kind"] in KINDS, f"{where}, kind", leaf["kind"])
+    dtype = leaf.get("dtype")
+    _require(dtype is None or dtype in _dtypes.names(), f"{where}, dtype", dtype)
+    mesh, spec = leaf.get("mesh"), leaf.get("spec")
+    known_mesh = mesh is None or (type(mesh) is int and 0 <= mesh < len(meshes))
+    _require(known_mesh, f"{where}, mesh", mesh)
+    shape = _shape(leaf["shape"], f"{where}, shape") if "shape" in leaf else None
+    array_shape = shape
+    if "array_shape" in leaf:
+        array_shape = _shape(leaf["array_shape"], f"{where}, array_shape")
+    layout = None
+    if "layout" in leaf:
+        _require(dtype is not None and array_shape is not None, where, "a layout without a shape")
+        layout = _layout_from_json(leaf["layout"], str(dtype), array_shape or (), where)
+    needs_layout = array_shape is not None and leaf.get("same_as") is None
+    _require(needs_layout == (layout is not None), where, "array and layout do not fit")
+    return LeafSpec(
+        name=name,
+        kind=leaf["kind"],
+        container=leaf.get("container"),
+        dtype=dtype,
+        shape=shape or (),
+        array_shape=array_shape,
+        weak_type=leaf.get("weak_type") is True,
+        committed=leaf.get("committed") is True,
+        key_impl=leaf.get("key_impl"),
+        spec=None if spec is None else tuple(tuple(a) if isinstance(a, list) else a for a in spec),
+        mesh=mesh,
+        memory_kind=leaf.get("memory_kind"),
+        value=leaf.get("value"),
+        same_as=leaf.get("same_as"),
+        layout=layout,
+        digest=leaf.get("digest"),
+    )
+
+
+def _layout_from_json(
+    layout: dict[str, Any], dtype: str, array_shape: tuple[int, ...], where: str
+) -> Layout:
+    out = Layout(
+        path=layout["path"],
+        dtype=layout["dtype"],
+        per_byte=layout["per_byte"],
+        shape=_shape(layout["shape"], f"{where}, layout shape"),
+        piece=_shape(layout["piece"], f"{where}, piece"),
+        tile=_shape(layout["tile"], f"{where}, tile"),
+        packed=layout["packed"] is True,
+    )
+    _require(_keypaths.is_safe_path(out.path), f"{where}, path", out.path)
+    _require(out.dtype == _dtypes.stored_dtype(dtype), f"{where}, stored dtype", out.dtype)
+    _require(out.per_byte in (1, _dtypes.elements_per_byte(dtype)), where, out.per_byte)
+    _require(out.shape == stored_shape(array_shape, out.per_byte), f"{where}, shape", out.shape)
+    same_rank = len(out.shape) == len(out.piece) == len(out.tile)
+    divides = same_rank and all(
+        t > 0 and p % t == 0 for p, t in zip(out.piece, out.tile, strict=True)
+    )
+    _require(divides, f"{where}, tiles", (out.piece, out.tile))
+    return out
+
+
+def stored_shape(array_shape: tuple[int, ...], per_byte: int) -> tuple[int, ...]:
+    """Shape in stored elements: the last axis is packed `per_byte` to one."""
+    if per_byte == 1 or not array_shape:
+        return array_shape
+    return (*array_shape[:-1], math.ceil(array_shape[-1] / per_byte))
+
+
+def _node_from_json(node: Any, seen: list[int], depth: int) -> Node | int:
+    _require(depth <= DEPTH_MAX, "tree", f"deeper than {DEPTH_MAX}")
+    if type(node) is int:
+        seen.append(node)
+        return node
+    _require(node["type"] in NODE_TYPES, "tree, node type", node["type"])
+    children = tuple(_node_from_json(child, seen, depth + 1) for child in node["nodes"])
+    keys = tuple(_keypaths.from_json(key) for key in node.get("keys", ()))
+    keyed = node["type"] in {"dict", "namedtuple", "object"}
+    _require(len(keys) == (len(children) if keyed else 0), "tree, keys", keys)
+    return Node(node["type"], keys, children, node.get("class"))

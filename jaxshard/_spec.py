@@ -1,0 +1,212 @@
+"""A training state as plain data: what the tree looks like and what each leaf is, without values.
+
+`TreeSpec` is what `_trees` makes of a pytree, what `_plan` cuts into pieces, and what the manifest
+keeps. Pure: no jax.
+"""
+
+import dataclasses
+import math
+import struct
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxshard import _dtypes
+from jaxshard._errors import FormatError
+from jaxshard._keypaths import components
+
+Kind = Literal[
+    "array", "key", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none",
+    "function",
+]  # fmt: skip
+KINDS: tuple[str, ...] = Kind.__args__  # type: ignore[attr-defined]
+INLINE_BYTES_MAX = 4096  # longer strings and bytes are stored as arrays of uint8
+DEPTH_MAX = 256
+
+NodeType = Literal["dict", "list", "tuple", "namedtuple", "object", "items"]
+NODE_TYPES: tuple[str, ...] = NodeType.__args__  # type: ignore[attr-defined]
+
+
+class MeshSpec(NamedTuple):
+    """Axes of a device mesh: names, sizes, and axis types (`Auto`, `Explicit`, `Manual`)."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    types: tuple[str, ...]
+
+
+class Layout(NamedTuple):
+    """How the elements of one leaf lie in storage.
+
+    Shapes are in *stored* elements: for a packed sub-byte leaf the last axis counts bytes.
+    """
+
+    path: str  # below data/
+    dtype: str  # Zarr data type
+    per_byte: int  # logical elements in one stored element of the last axis
+    shape: tuple[int, ...]
+    piece: tuple[int, ...]
+    tile: tuple[int, ...]
+    packed: bool  # pieces lie in the packs, not below data/
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one stored element."""
+        return _dtypes.numpy_dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored elements."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeafSpec:
+    """One leaf: what it is, where it lay, and (once planned) how it is stored.
+
+    `shape` is that of the leaf as the user sees it. `array_shape` is that of its elements: for
+    keys it has the words of a key behind `shape`.
+    """
+
+    name: str
+    kind: Kind
+    container: Literal["jax", "numpy"] | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    array_shape: tuple[int, ...] | None = None
+    weak_type: bool = False
+    committed: bool = False
+    key_impl: str | None = None
+    spec: tuple[Any, ...] | None = None
+    mesh: int | None = None
+    memory_kind: str | None = None
+    value: Any = None
+    same_as: int | None = None
+    layout: Layout | None = None
+    digest: str | None = None
+
+    @property
+    def has_array(self) -> bool:
+        """Whether the value is an array of elements in storage (else it is in the manifest)."""
+        return self.array_shape is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the elements take in memory; 0 for values kept in the manifest."""
+        if self.array_shape is None or self.dtype is None:
+            return 0
+        return math.prod(self.array_shape) * _dtypes.numpy_dtype(self.dtype).itemsize
+
+    def describe(self) -> str:
+        """A short text for messages: `float32[4,4]`, `key<rbg>[8]`, `int`."""
+        dims = f"[{','.join(map(str, self.shape))}]"
+        if self.kind == "array":
+            weak = " weak" if self.weak_type else ""
+            return f"{self.dtype}{dims}{weak}"
+        if self.kind == "key":
+            return f"key<{self.key_impl}>{dims}"
+        if self.kind == "numpy_scalar":
+            return f"numpy scalar {self.dtype}"
+        return {"none": "None", "function": "a function"}.get(self.kind, f"Python {self.kind}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A container: its type, its typed keys, and its children (nodes, or numbers of leaves)."""
+
+    type: NodeType
+    keys: tuple[Any, ...]
+    children: tuple["Node | int", ...]
+    class_name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TreeSpec:
+    """A whole tree; the leaves are numbered in the order in which `root` names them."""
+
+    root: Node | int
+    leaves: tuple[LeafSpec, ...]
+    meshes: tuple[MeshSpec, ...] = ()
+
+
+def child_keys(node: Node) -> tuple[Any, ...]:
+    """Typed keys of the children; sequences count."""
+    return tuple(range(len(node.children))) if node.type in _SEQUENCES else node.keys
+
+
+_SEQUENCES = frozenset({"list", "tuple", "items"})
+
+
+def walk(root: Node | int) -> Iterator[tuple[str, Node | int]]:
+    """Every node and every leaf number with its name, depth first, parents before children."""
+    stack: list[tuple[str, Node | int]] = [("", root)]
+    while stack:
+        name, here = stack.pop()
+        yield name, here
+        if isinstance(here, Node):
+            names = [join(name, c) for c in components(child_keys(here))]
+            stack.extend(reversed(list(zip(names, here.children, strict=True))))
+
+
+def join(parent: str, component: str) -> str:
+    """Name of a child."""
+    return f"{parent}/{component}" if parent else component
+
+
+# Values that are kept in the manifest -------------------------------------------------------
+
+
+def encode_value(kind: str, value: Any) -> Any:
+    """A scalar leaf as JSON, exactly: floats with their bits, ints of any size."""
+    match kind:
+        case "bool":
+            return bool(value)
+        case "int":
+            return hex(value)  # decimal text of a huge int is refused by Python since 3.11
+        case "float":
+            return struct.pack(">d", value).hex()
+        case "complex":
+            return struct.pack(">dd", value.real, value.imag).hex()
+        case "bytes":
+            return value.hex()
+        case "numpy_scalar":
+            return np.asarray(value).astype(value.dtype.newbyteorder("<")).tobytes().hex()
+    return value  # str, and None for the kinds without a value
+
+
+def decode_value(leaf: LeafSpec) -> Any:
+    """The scalar that `encode_value` wrote.
+
+    Raises:
+      FormatError: the text is not what the kind of the leaf asks for.
+    """
+    try:
+        return _decode(leaf.kind, leaf.dtype, leaf.value)
+    except (ValueError, TypeError, KeyError, struct.error) as e:
+        raise FormatError(
+            f"leaf {leaf.name!r}: expected the value of a {leaf.kind}, found {leaf.value!r:.80}"
+        ) from e
+
+
+def _decode(kind: str, dtype: str | None, value: Any) -> Any:
+    match kind:
+        case "bool" if isinstance(value, bool):
+            return value
+        case "int":
+            return int(value, 16)
+        case "float":
+            return struct.unpack(">d", bytes.fromhex(value))[0]
+        case "complex":
+            return complex(*struct.unpack(">dd", bytes.fromhex(value)))
+        case "bytes":
+            return bytes.fromhex(value)
+        case "str" if isinstance(value, str):
+            return value
+        case "none" | "function":
+            return None
+        case "numpy_scalar":
+            wanted = _dtypes.numpy_dtype(str(dtype))
+            raw = np.frombuffer(bytes.fromhex(value), wanted.newbyteorder("<"), 1)
+            return raw.astype(wanted)[0]
+    raise ValueError(kind)

@@ -1,0 +1,312 @@
+"""Where bytes live: a local directory, or memory (`memory://`).
+
+A `Store` is one directory of keys, seen from inside: small files, conditional creation, deletion,
+and the TensorStore `kvstore` spec that arrays below it are opened with. Object stores come with
+the runs that need them; until then their URLs are refused by name.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxshard import _durable
+from jaxshard._errors import Kind, NotFoundError, StorageError
+
+PathLike = str | os.PathLike[str]
+
+
+class Store(Protocol):
+    """One directory of keys; keys are relative, with `/`."""
+
+    @property
+    def url(self) -> str:
+        """The directory, for messages."""
+
+    def child(self, key: str) -> "Store":
+        """A directory below."""
+
+    def read(self, key: str) -> bytes:
+        """All bytes of a file; FileNotFoundError if there is none."""
+
+    def read_range(self, key: str, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset`; the number of bytes that were there."""
+
+    def size(self, key: str) -> int | None:
+        """Length of a file, None if there is none."""
+
+    def walk(self) -> Iterator[str]:
+        """Keys of all files below, sorted."""
+
+    def entries(self) -> list[str]:
+        """Names of the files and directories directly here, sorted; empty if there is nothing."""
+
+    def is_file(self) -> bool:
+        """Whether a file is where the directory should be."""
+
+    def make_dirs(self, keys: Iterable[str]) -> None:
+        """Make directories durable before files are written into them."""
+
+    def write(self, key: str, data: Any) -> None:
+        """Write a new file durably."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Let a file appear whole, durably, unless it exists; whether it was created."""
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Put a file in the place of another one, at once and durably."""
+
+    def remove(self, key: str) -> None:
+        """Remove a file durably."""
+
+    def remove_tree(self, key: str) -> None:
+        """Remove everything below a key."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be written, None if there is no such limit."""
+
+    def kvstore(self, key: str) -> dict[str, Any]:
+        """TensorStore kvstore spec of the directory `key`."""
+
+
+def open_store(path: PathLike) -> Store:
+    """The store at a path or URL.
+
+    Raises:
+      StorageError: a URL of a kind that this version does not serve.
+    """
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStore(Path(text).expanduser().absolute())
+    if scheme == "file":
+        return LocalStore(Path("/" + rest.lstrip("/")))
+    if scheme == "memory":
+        return MemoryStore(rest.strip("/"))
+    raise StorageError(
+        f"{text}: expected a local path or memory://, found {scheme}://",
+        path=text,
+        hint="this version writes to local and mounted file systems; copy a finished checkpoint "
+        "with any tool, it stays valid",
+    )
+
+
+@contextlib.contextmanager
+def storage_errors(doing: str, path: str) -> Iterator[None]:
+    """Turn an OSError of the environment into a StorageError that says what was being done."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except NotFoundError:
+        raise
+    except OSError as e:
+        full = e.errno in {errno.ENOSPC, errno.EDQUOT}
+        raise StorageError(
+            f"{doing} {path}: {e.strerror or e}",
+            kind=Kind.NO_SPACE if full else Kind.STORAGE,
+            path=path,
+            hint="free some space, or save elsewhere; earlier checkpoints are untouched"
+            if full
+            else None,
+        ) from e
+
+
+class LocalStore:
+    """A directory of a local or mounted file system; every write is durable when it returns."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def url(self) -> str:
+        """The directory."""
+        return str(self._root)
+
+    def child(self, key: str) -> "LocalStore":
+        """A directory below."""
+        return LocalStore(self._root / key)
+
+    def read(self, key: str) -> bytes:
+        """All bytes of a file."""
+        return (self._root / key).read_bytes()
+
+    def read_range(self, key: str, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset`."""
+        fd = os.open(self._root / key, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(into):
+                count = os.preadv(fd, [into[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        finally:
+            os.close(fd)
+        return done
+
+    def size(self, key: str) -> int | None:
+        """Length of a file."""
+        try:
+            return (self._root / key).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def walk(self) -> Iterator[str]:
+        """Keys of all files below."""
+        for directory, names, files in os.walk(self._root):
+            names.sort()
+            below = Path(directory).relative_to(self._root)
+            yield from (str(below / name) for name in sorted(files))
+
+    def entries(self) -> list[str]:
+        """Names of what is directly here."""
+        try:
+            return sorted(os.listdir(self._root))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def is_file(self) -> bool:
+        """Whether a file is in the place of the directory."""
+        return self._root.is_file()
+
+    def make_dirs(self, keys: Iterable[str]) -> None:
+        """Create and sync directories."""
+        _durable.make_dirs(self._root / key for key in keys)
+
+    def write(self, key: str, data: Any) -> None:
+        """Write a new file."""
+        _durable.write_new(self._root / key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Let a file appear unless it exists."""
+        return _durable.create_if_absent(self._root / key, data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Replace a file."""
+        _durable.replace(self._root / key, data)
+
+    def remove(self, key: str) -> None:
+        """Remove a file."""
+        _durable.remove(self._root / key)
+
+    def remove_tree(self, key: str) -> None:
+        """Remove a directory."""
+        _durable.remove_tree(self._root / key if key else self._root)
+
+    def free_bytes(self) -> int | None:
+        """Free space, as far as this user may take it, of the disk that would hold the directory."""
+        here = self._root
+        while not here.exists():
+            here = here.parent
+        stat = os.statvfs(here)
+        return stat.f_bavail * stat.f_frsize
+
+    def kvstore(self, key: str) -> dict[str, Any]:
+        """TensorStore spec."""
+        return {"driver": "file", "path": f"{self._root / key}/"}
+
+
+@functools.cache
+def memory_context() -> Any:
+    """The TensorStore context that keeps `memory://` alive as long as the process."""
+    import tensorstore as ts  # noqa: PLC0415
+
+    return ts.Context()
+
+
+class MemoryStore:
+    """Keys in the memory of this process, for tests and notebooks; gone when it ends."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    @functools.cached_property
+    def _kv(self) -> Any:
+        import tensorstore as ts  # noqa: PLC0415
+
+        return ts.KvStore.open(self.kvstore(""), context=memory_context()).result()
+
+    @property
+    def url(self) -> str:
+        """The directory."""
+        return f"memory://{self._prefix}"
+
+    def child(self, key: str) -> "MemoryStore":
+        """A directory below."""
+        return MemoryStore(f"{self._prefix}/{key}" if self._prefix else key)
+
+    def read(self, key: str) -> bytes:
+        """All bytes of a file."""
+        found = self._kv.read(key).result()
+        if found.state != "value":
+            raise FileNotFoundError(errno.ENOENT, "no such key", f"{self.url}/{key}")
+        return bytes(found.value)
+
+    def read_range(self, key: str, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset`."""
+        data = self.read(key)[offset : offset + len(into)]
+        into[: len(data)] = data
+        return len(data)
+
+    def size(self, key: str) -> int | None:
+        """Length of a file."""
+        try:
+            return len(self.read(key))
+        except FileNotFoundError:
+            return None
+
+    def walk(self) -> Iterator[str]:
+        """Keys of all files below."""
+        yield from sorted(key.decode() for key in self._kv.list().result())
+
+    def entries(self) -> list[str]:
+        """Names of what is directly here."""
+        return sorted({key.split("/")[0] for key in self.walk()})
+
+    def is_file(self) -> bool:
+        """Whether a file is in the place of the directory."""
+        return False
+
+    def make_dirs(self, keys: Iterable[str]) -> None:
+        """Nothing: keys need no directories."""
+
+    def write(self, key: str, data: Any) -> None:
+        """Write a file."""
+        self._kv.write(key, bytes(data)).result()
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Let a file appear unless it exists."""
+        found = self._kv.read(key).result()
+        if found.state == "value":
+            return False
+        # The generation of "missing" as a condition; the answer's is empty when it did not hold.
+        stamp = self._kv.write(key, data, if_equal=found.stamp.generation).result()
+        return bool(stamp.generation)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Replace a file."""
+        self._kv.write(key, data).result()
+
+    def remove(self, key: str) -> None:
+        """Remove a file."""
+        self._kv.write(key, None).result()
+
+    def remove_tree(self, key: str) -> None:
+        """Remove everything below a key."""
+        import tensorstore as ts  # noqa: PLC0415
+
+        start = f"{key}/" if key else ""
+        self._kv.delete_range(ts.KvStore.KeyRange(start, f"{key}0" if key else "")).result()
+
+    def free_bytes(self) -> int | None:
+        """No limit is known."""
+        return None
+
+    def kvstore(self, key: str) -> dict[str, Any]:
+        """TensorStore spec."""
+        path = "/".join(part for part in (self._prefix, key) if part)
+        return {"driver": "memory", "path": f"{path}/" if path else ""}

@@ -1,0 +1,171 @@
+"""Boxes of arrays and entries of packs <-> bytes in a store, through TensorStore.
+
+Arrays are opened with the metadata that the manifest implies (no `zarr.json` is read). A missing
+chunk is an error, never zeros. TensorStore is imported at first use.
+
+Source: TensorStore's zarr3 and file drivers; what was measured is in docs/performance.md.
+"""
+
+import functools
+import os
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxshard._boxes import Box, Lattice
+from jaxshard._errors import CorruptionError, Kind, StorageError
+from jaxshard._spec import Layout, LeafSpec
+from jaxshard._store import MemoryStore, Store, memory_context
+from jaxshard._table import digest_of
+from jaxshard._transfer import Future
+from jaxshard._zarr import array_metadata, chunk_key
+
+IoMode = Literal["auto", "memmap", "pread"]
+Array = np.ndarray[Any, Any]
+_WRITE_THREADS = 16  # 16 beat 4 for files with fsync; reads are bound by memory, so by cores
+
+
+@functools.cache
+def _context(threads: int, mode: str) -> Any:
+    import tensorstore as ts  # noqa: PLC0415
+
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": threads},
+            # TensorStore's lock files outlive a kill, and a stale longer one corrupted the next file.
+            "file_io_locking": {"mode": "none"},
+            "file_io_mode": {"mode": mode},
+            "cache_pool": {"total_bytes_limit": 0},
+        }
+    )
+
+
+def _open(
+    store: Store, attempt: str, leaf: LeafSpec, compression: str | None, context: Any
+) -> Any:
+    import tensorstore as ts  # noqa: PLC0415
+
+    layout = leaf.layout
+    assert layout is not None, leaf.name
+    spec = {
+        "driver": "zarr3",
+        "kvstore": store.kvstore(f"{attempt}/data/{layout.path}"),
+        "metadata": array_metadata(leaf, layout, compression),
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
+    if isinstance(store, MemoryStore):
+        context = memory_context()
+    return ts.open(spec, open=True, assume_metadata=True, context=context).result()
+
+
+def open_for_writing(store: Store, attempt: str, leaf: LeafSpec, compression: str | None) -> Any:
+    """The array of a leaf that is not packed; its directories exist."""
+    return _open(store, attempt, leaf, compression, _context(_WRITE_THREADS, "default"))
+
+
+def open_for_reading(
+    store: Store, attempt: str, leaf: LeafSpec, compression: str | None, io_mode: IoMode
+) -> Any:
+    """The array of a leaf that is not packed."""
+    # memmap turns a failing disk into SIGBUS, so "auto" takes it only where Linux says the file
+    # system is local; file lengths have been checked before.
+    memmap = io_mode == "memmap" or (io_mode == "auto" and _is_local(store.url))
+    context = _context(os.cpu_count() or 1, "memmap" if memmap else "default")
+    return _open(store, attempt, leaf, compression, context)
+
+
+_LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
+
+
+@functools.lru_cache(maxsize=64)
+def _is_local(url: str) -> bool:
+    """Whether the longest mount point above a path is of a local file system."""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8") as file:  # noqa: PTH123
+            mounts = [line.split()[1:3] for line in file]
+    except OSError:
+        return False
+    path = os.path.realpath(url)
+    above = [m for m in mounts if path == m[0] or path.startswith(m[0].rstrip("/") + "/")]
+    return bool(above) and max(above, key=lambda m: len(m[0]))[1] in _LOCAL_TYPES
+
+
+def write_box(array: Any, box: Box, values: Array) -> Future:
+    """Begin to write a whole piece; `values` must not change until the future is done."""
+    future: Future = array[box.slices].write(values, can_reference_source_data_indefinitely=True)
+    return future
+
+
+def read_box(array: Any, box: Box, into: Array) -> Future:
+    """Begin to read a box straight into an array of its shape, of any strides."""
+    import tensorstore as ts  # noqa: PLC0415
+
+    target = ts.array(into).translate_to[box.offset] if box.shape else ts.array(into)
+    future: Future = target.write(array[box.slices] if box.shape else array)
+    return future
+
+
+def read_error(error: Exception, name: str, file: str) -> Exception:
+    """What a failed read means: damage, or a passing fault of the store."""
+    text = str(error)
+    status = text.split(":", 1)[0]
+    if isinstance(error, (CorruptionError, StorageError)):
+        return error
+    if status == "NOT_FOUND":
+        return missing_file(name, file)
+    if status in {"DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE", "INVALID_ARGUMENT"}:
+        return CorruptionError(
+            f"leaf {name!r}, file {file!r}: damaged: {text:.300}",
+            kind=Kind.DATA_DAMAGED,
+            path=file,
+            hint="jaxshard.verify(path) lists every damaged file",
+        )
+    return StorageError(f"leaf {name!r}, file {file!r}: cannot be read: {text:.300}", path=file)
+
+
+def missing_file(name: str, file: str) -> CorruptionError:
+    """The error for a file that is not there."""
+    return CorruptionError(
+        f"leaf {name!r}, file {file!r}: expected to exist, found nothing",
+        kind=Kind.DATA_MISSING,
+        path=file,
+        hint="jaxshard.verify(path) lists every missing file",
+    )
+
+
+def write_error(error: Exception, name: str, file: str) -> Exception:
+    """What a failed write means."""
+    if isinstance(error, StorageError):
+        return error
+    text = str(error)
+    full = "No space left" in text or text.startswith("RESOURCE_EXHAUSTED")
+    return StorageError(
+        f"leaf {name!r}, file {file!r}: cannot be written: {text:.300}",
+        kind=Kind.NO_SPACE if full else Kind.STORAGE,
+        path=file,
+        hint="free some space; earlier checkpoints are untouched" if full else None,
+    )
+
+
+# Digests ------------------------------------------------------------------------------------
+
+
+def raw_bytes(values: Array) -> memoryview:
+    """The elements of an array in C order, as bytes; copied only if they are not contiguous."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return memoryview(flat.view(np.uint8))
+
+
+def tile_digests(values: Array, box: Box, tiles: Lattice) -> list[tuple[int, bytes]]:
+    """(number, digest) of each tile of a box of whole tiles, in C order."""
+    out = []
+    for tile in tiles.touching(box):
+        part = tiles.box(tile).relative_to(box)
+        out.append((tile, digest_of(raw_bytes(values[part.slices]))))
+    return out
+
+
+def piece_file(attempt: str, layout: Layout, position: tuple[int, ...]) -> str:
+    """Key of the file of one piece."""
+    return f"{attempt}/data/{layout.path}/{chunk_key(position)}"

@@ -1,0 +1,88 @@
+"""Run many reads or writes with bounded bytes in flight; the first error wins.
+
+One loop in the calling thread over futures of TensorStore's own pool: no event loop, no thread of
+ours. Requests are made lazily, so that what they hold in memory is bounded too.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from jaxshard._errors import StorageTimeoutError
+
+# Enough to keep 16 I/O threads busy; bounds what 20,000 small requests can hold.
+_IN_FLIGHT_MAX = 64
+
+
+class Future(Protocol):
+    """What TensorStore's futures have."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait; raise the error if there was one."""
+
+
+class Request(NamedTuple):
+    """One read or write.
+
+    Attributes:
+      nbytes: memory that it holds while it is in flight.
+      start: begins it.
+      finish: called with its result, in the calling thread.
+      failed: turns its error into ours; gets the error, returns the one to raise.
+    """
+
+    nbytes: int
+    start: Callable[[], Future]
+    finish: Callable[[Any], None]
+    failed: Callable[[Exception], Exception]
+
+
+def run(requests: Iterable[Request], *, bytes_max: int, timeout_s: float | None = None) -> None:
+    """Run all requests, at most `bytes_max` in flight (one larger one alone).
+
+    When one fails, no further one is begun, those in flight are waited for, and its error is
+    raised: when this returns, nothing is being read or written any more.
+
+    Raises:
+      StorageTimeoutError: not done after `timeout_s`.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    flying: deque[tuple[Request, Future]] = deque()
+    held = 0
+    try:
+        for request in requests:
+            while flying and (held + request.nbytes > bytes_max or len(flying) >= _IN_FLIGHT_MAX):
+                held -= _finish(*flying.popleft(), deadline, timeout_s)
+            flying.append((request, request.start()))
+            held += request.nbytes
+        while flying:
+            _finish(*flying.popleft(), deadline, timeout_s)
+    finally:
+        for _, future in flying:
+            _settle(future)
+
+
+def _finish(
+    request: Request, future: Future, deadline: float | None, timeout_s: float | None
+) -> int:
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    try:
+        result = future.result(left)
+    except TimeoutError as e:
+        raise StorageTimeoutError(
+            f"reading or writing did not end within timeout_s: {timeout_s}",
+            hint="raise timeout_s in the options, or look at the disk",
+        ) from e
+    except Exception as e:
+        raise request.failed(e) from e
+    request.finish(result)
+    return request.nbytes
+
+
+def _settle(future: Future) -> None:
+    """Wait for what can no longer be stopped; its outcome does not matter any more."""
+    try:
+        future.result(5.0)
+    except Exception:  # noqa: BLE001, S110  (the first error is on its way)
+        pass
