@@ -11,14 +11,17 @@ bits; on another mesh the restored state has the same bits and the batches hold 
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 
 def parse_args() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run", required=True, help="run directory: holds the checkpoints")
     parser.add_argument("--mesh", default="2x4", help="devices along data x model (default: 2x4)")
@@ -44,16 +47,16 @@ os.environ["XLA_FLAGS"] = (
     f" --xla_force_host_platform_device_count={DATA_AXIS * MODEL_AXIS}"
 )
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import nnx  # noqa: E402
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import jaxshard  # noqa: E402
+import jaxshard
 
-VOCAB, SEQ, BATCH = 256, 64, 32
+VOCAB, SEQ, BATCH = 256, 64, 24
 DIM, HEADS, LAYERS, DROPOUT = 128, 4, 4, 0.1
 
 
@@ -84,10 +87,12 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(DROPOUT, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """`[batch, seq, DIM]` to the same."""
         x = x + self.dropout(self.out(self.attend(self.norm_attn(x))))
         return x + self.dropout(self.down(nnx.gelu(self.up(self.norm_mlp(x)))))
 
     def attend(self, x: jax.Array) -> jax.Array:
+        """Causal self-attention; the heads are split over the mesh axis "model"."""
         heads = (*x.shape[:2], HEADS, DIM // HEADS)
         q, k, v = (layer(x).reshape(heads) for layer in (self.query, self.key, self.value))
         return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
@@ -104,6 +109,7 @@ class ByteLM(nnx.Module):
         self.logits = linear(DIM, VOCAB, (None, "model"), rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        """`[batch, seq]` to `[batch, seq, VOCAB]`."""
         x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -113,7 +119,7 @@ class ByteLM(nnx.Module):
 def build(mesh: Mesh, steps: int, seed: int) -> tuple[ByteLM, nnx.Optimizer[ByteLM]]:
     """A fresh model and optimizer, each array of theirs placed on the mesh."""
     model = ByteLM(nnx.Rngs(params=seed, dropout=seed + 1))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps, 1e-4)
+    schedule = optax.warmup_cosine_decay_schedule(3e-4, 3e-3, steps // 10, steps, 1e-4)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     for node in (model, optimizer):
@@ -136,7 +142,7 @@ def train_step(model: ByteLM, optimizer: nnx.Optimizer[ByteLM], rows: jax.Array)
     return loss
 
 
-# ---- 2. The data: real text, and a position that is two integers ----------------------------------
+# ---- 2. The data: real text, and a position that is two integers ---------------------------------
 
 
 def read_text(bytes_max: int = 4_000_000) -> np.ndarray:
@@ -161,20 +167,23 @@ def gather_rows(text: np.ndarray, row_ids: np.ndarray, mesh: Mesh) -> jax.Array:
     return jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
 
 
-# ---- 3. The proof (optional): what was restored against what is on disk ---------------------------
+# ---- 3. The proof (optional): what was restored against what is on disk --------------------------
 
 
 def leaves_by_name(tree: object) -> dict[str, np.ndarray]:
     """Every leaf as a NumPy array under its path; a PRNG key by its words."""
-    named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        named[jax.tree_util.keystr(path, simple=True, separator="/")] = np.asarray(leaf)
-    return named
+
+    def to_numpy(leaf: Any) -> np.ndarray:
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {keystr(path): to_numpy(leaf) for path, leaf in leaves}
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Stricter than ==: NaN equals itself, -0.0 is not 0.0."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -190,10 +199,11 @@ def check_restored(state: dict[str, object], step_dir: Path) -> int:
     return len(saved)
 
 
-# ---- 4. The loop ----------------------------------------------------------------------------------
+# ---- 4. The loop ---------------------------------------------------------------------------------
 
 
 def log_line(record: dict[str, object]) -> None:
+    """Print a short form, append the whole to the log."""
     print(" ".join(f"{k}={v}" for k, v in record.items() if k in ("step", "loss", "resumed_from")))
     if ARGS.log:
         with ARGS.log.open("a") as f:
@@ -201,6 +211,7 @@ def log_line(record: dict[str, object]) -> None:
 
 
 def main() -> None:
+    """Train up to `--steps`, from wherever the run directory says."""
     mesh = jax.make_mesh((DATA_AXIS, MODEL_AXIS), ("data", "model"), (AxisType.Auto,) * 2)
     jax.set_mesh(mesh)
     text = read_text()

@@ -8,7 +8,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Box(NamedTuple):
@@ -39,9 +39,9 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the array it lies in."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+    def slices(self) -> tuple[Any, ...]:
+        """The box as an index into the array it lies in; of a 0-d array too it gives a view."""
+        return (*(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True)), ...)
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common part of two boxes, or None if they share no element."""

@@ -106,9 +106,15 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and what is in it; it may be gone already. Not synced: it may come back."""
+    """Remove a file or a directory with what is in it; it may be gone already.
+
+    Not synced: after a power cut it may be there again.
+    """
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _write_and_sync(path: Path, data: Any) -> None:

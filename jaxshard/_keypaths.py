@@ -10,6 +10,7 @@ Format: docs/format.md, "Names".
 """
 
 import hashlib
+import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from jaxshard._errors import FormatError
 # (patterns), `:"<>|` and control characters (refused by some file systems), and everything beyond
 # ASCII (file systems differ in how they normalise it).
 _PLAIN = frozenset(string.ascii_letters + string.digits + " _-.+=@,()'!#$&;^~")
+_ESCAPED = re.compile(rb"%([0-9A-F]{2})")
 _COMPONENT_BYTES_MAX = 200  # most file systems stop at 255; TensorStore adds a suffix of its own
 _PATH_BYTES_MAX = 900  # object stores stop at 1,024 for the whole key
 ROOT_PATH = "%"  # storage path of a tree that is one bare leaf, whose name is ""
@@ -41,6 +43,15 @@ def escape(text: str) -> str:
         # `.` and `..` walk directories, the others are taken by Zarr v3.
         out = f"%{ord(out[0]):02X}{out[1:]}"
     return out
+
+
+def unescape(component: str) -> str:
+    """The text that `escape` made a component of."""
+    if component == "%":
+        return ""
+    raw = component.encode("utf-8", "surrogatepass")
+    out = _ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), raw)
+    return out.decode("utf-8", "surrogatepass")
 
 
 def key_text(key: Any) -> str:

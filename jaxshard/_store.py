@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxshard import _durable
-from jaxshard._errors import Kind, NotFoundError, StorageError
+from jaxshard._errors import JaxshardError, Kind, StorageError
 
 PathLike = str | os.PathLike[str]
 
@@ -99,9 +99,7 @@ def storage_errors(doing: str, path: str) -> Iterator[None]:
     """Turn an OSError of the environment into a StorageError that says what was being done."""
     try:
         yield
-    except StorageError:
-        raise
-    except NotFoundError:
+    except JaxshardError:  # some are OSErrors too
         raise
     except OSError as e:
         full = e.errno in {errno.ENOSPC, errno.EDQUOT}

@@ -102,7 +102,7 @@ def read_box(array: Any, box: Box, into: Array) -> Future:
     import tensorstore as ts  # noqa: PLC0415
 
     target = ts.array(into).translate_to[box.offset] if box.shape else ts.array(into)
-    future: Future = target.write(array[box.slices] if box.shape else array)
+    future: Future = target.write(array[box.slices])
     return future
 
 

@@ -14,7 +14,7 @@ import jax
 
 from jaxshard import _arrays, _nnx
 from jaxshard._errors import FormatError, UnsupportedLeafError, bullet_list
-from jaxshard._keypaths import components, is_storable_key, key_text, sort_key
+from jaxshard._keypaths import components, is_storable_key, key_text, sort_key, unescape
 from jaxshard._spec import DEPTH_MAX, LeafSpec, MeshSpec, Node, TreeSpec, child_keys, join
 
 Rebuild = Callable[[list[Any]], Any]
@@ -284,3 +284,22 @@ def _fresh_namedtuple(node: Node) -> Any:
     except (ValueError, TypeError) as e:
         fields = ", ".join(key_text(k) for k in node.keys)
         raise FormatError(f"the manifest has a named tuple {name!r:.80} of {fields:.80}") from e
+
+
+def renamed_spec(spec: TreeSpec, names: list[str]) -> TreeSpec:
+    """The description of nested dicts with other names; leaves keep their numbers."""
+    nested: dict[str, Any] = {}
+    for number, name in enumerate(names):
+        here = nested
+        *parents, last = name.split("/")
+        for part in parents:
+            here = here.setdefault(part, {})
+            if not isinstance(here, dict):
+                raise ValueError(f"rename: {name!r} lies below another leaf")
+        here[last] = number
+    return dataclasses.replace(spec, root=_nested_node(nested))
+
+
+def _nested_node(nested: dict[str, Any]) -> Node:
+    children = (_nested_node(v) if isinstance(v, dict) else v for v in nested.values())
+    return Node("dict", tuple(map(unescape, nested)), tuple(children))

@@ -1,0 +1,390 @@
+"""The doors of one checkpoint: `save`, `save_async`, `load`."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxshard import _loading, _saving, _snapshot
+from jaxshard._errors import StorageTimeoutError
+from jaxshard._options import LoadOptions, SaveOptions
+from jaxshard._reader import open_checkpoint, size_text
+from jaxshard._saving import SaveReport
+from jaxshard._snapshot import Budget, Staged
+from jaxshard._store import PathLike, Store, open_store
+
+logger = logging.getLogger("jaxshard")
+
+
+def save(
+    path: PathLike,
+    tree: Any,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    options: SaveOptions = SaveOptions(),  # noqa: B008  (frozen)
+) -> SaveReport:
+    """Save any training state as one checkpoint, and return when it is durable.
+
+    When this returns, the checkpoint is committed and survives a power cut (on file systems that
+    honour fsync). When it raises, there is no checkpoint at `path`, or the earlier one, whole.
+
+    Args:
+      path: directory to make; `~` and relative paths are fine; `memory://name` stays in memory.
+      tree: any pytree: jax.Arrays of any sharding, PRNG keys, NumPy arrays and scalars, Python
+        numbers, strings, bytes and None, in dicts, lists, tuples, named tuples, Flax NNX objects,
+        Optax states, Equinox modules, registered dataclasses. Functions are recorded, not stored.
+      metadata: a JSON object to keep with it.
+      overwrite: replace a checkpoint at `path`. The new one appears at once in the place of the
+        old one, which is deleted after that.
+      options: see `SaveOptions`.
+
+    Returns:
+      What was written and how long it took.
+
+    Raises:
+      UnsupportedLeafError: the tree holds what cannot be stored (all of it is named); nothing was
+        written.
+      ConflictError: something is at `path`; nothing was changed.
+      StorageError: disk full, permission denied, a time-out; nothing was committed.
+      DisagreementError: more than one process.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxshard
+      >>> report = jaxshard.save("memory://doc/save", {"w": jnp.ones((2, 3)), "step": 7})
+      >>> jaxshard.load("memory://doc/save")["step"]
+      7
+    """
+    raise_background_errors()
+    return save_step(open_store(path), tree, None, metadata, options, overwrite=overwrite)
+
+
+def save_step(
+    store: Store,
+    tree: Any,
+    step: int | None,
+    metadata: Mapping[str, Any] | None,
+    options: SaveOptions,
+    *,
+    overwrite: bool = False,
+) -> SaveReport:
+    """`save` into an open store, with a step."""
+    job = _saving.prepare(
+        store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
+    )
+    _saving.write(job, _snapshot.stage(job.plan, job.tree.leaves, job.values))
+    report = _saving.report(job)
+    _log_saved(report)
+    return report
+
+
+def _log_saved(report: SaveReport) -> None:
+    logger.info(
+        "saved %s: %s in %.2f s (%.2f GB/s), blocked for %.3f s",
+        report.path,
+        size_text(report.nbytes),
+        report.seconds,
+        report.bytes_per_s / 1e9,
+        report.blocked_s,
+    )
+
+
+def save_async(
+    path: PathLike,
+    tree: Any,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    options: SaveOptions = SaveOptions(),  # noqa: B008  (frozen)
+) -> "PendingSave":
+    """Like `save`, but return as soon as the values are safe from the next training step.
+
+    The arrays may be donated, deleted or (NumPy) changed right after the call. The checkpoint
+    exists when `PendingSave.wait` has returned, not before. An error of the background is raised
+    once: by `wait`, or else by the next `save`, `save_async` or `load`.
+
+    Args:
+      path: as for `save`.
+      tree: as for `save`.
+      metadata: as for `save`.
+      overwrite: as for `save`.
+      options: `snapshot` says how values are kept, `host_bytes_max` how much host memory copies
+        may take; beyond it the call waits for what was written.
+
+    Returns:
+      The save in progress.
+
+    Raises:
+      UnsupportedLeafError: as for `save`; at once.
+      ConflictError: as for `save`; at once.
+      DisagreementError: as for `save`; at once.
+      JaxshardError: an earlier save in the background failed and nobody was told yet.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxshard
+      >>> pending = jaxshard.save_async("memory://doc/async", {"w": jnp.ones(3)})
+      >>> pending.wait().files
+      1
+    """
+    raise_background_errors()
+    return save_step_async(open_store(path), tree, None, metadata, options, overwrite=overwrite)
+
+
+def save_step_async(
+    store: Store,
+    tree: Any,
+    step: int | None,
+    metadata: Mapping[str, Any] | None,
+    options: SaveOptions,
+    *,
+    overwrite: bool = False,
+) -> "PendingSave":
+    """`save_async` into an open store, with a step."""
+    job = _saving.prepare(
+        store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
+    )
+    copy_all = options.snapshot == "copy"
+    budget = Budget(_copy_budget(job, copy_all=copy_all))
+    pending = PendingSave(job, budget)
+    pending.fill(
+        _snapshot.stage(job.plan, job.tree.leaves, job.values, budget=budget, copy_all=copy_all)
+    )
+    return pending
+
+
+def _copy_budget(job: _saving.SaveJob, *, copy_all: bool) -> int:
+    if job.options.host_bytes_max is not None:
+        return job.options.host_bytes_max
+    wanted = _snapshot.copied_bytes(job.tree.leaves, job.values, copy_all=copy_all)
+    return max(1, min(wanted, _snapshot.free_host_bytes() // 2))
+
+
+class PendingSave:
+    """A save in the background; made by `save_async`.
+
+    One thread lives as long as the save does; the interpreter does not end before it.
+
+    Attributes:
+      path: where the checkpoint will be.
+      step: its step, if it has one.
+    """
+
+    def __init__(self, job: _saving.SaveJob, budget: Budget) -> None:
+        self.path = job.store.url
+        self.step = job.step
+        self._job: _saving.SaveJob | None = job
+        self._budget = budget
+        self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
+        self._blocked_s = 0.0
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._filled = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="jaxshard-save", daemon=False)
+        self._thread.start()
+
+    def fill(self, staged: Iterator[Staged]) -> None:
+        """Take the snapshot: hand all values to the writer, waiting when the budget is spent."""
+        assert self._job is not None
+        began = self._job.began
+        try:
+            for item in staged:
+                self._staged.put(item)
+        finally:
+            self._staged.put(None)
+            self._blocked_s = time.monotonic() - began
+            self._filled.set()
+
+    def _work(self) -> None:
+        assert self._job is not None
+        try:
+            _saving.write(self._job, iter(self._staged.get, None))
+            self._filled.wait()
+            self._report = _saving.report(self._job, blocked_s=self._blocked_s)
+            _log_saved(self._report)
+        except BaseException as e:  # noqa: BLE001  (raised by wait, or by the next call)
+            self._error = e
+            _remember(self)
+            logger.error("saving %s failed: %s", self.path, e)  # noqa: TRY400
+        finally:
+            self._budget.close()
+            self._staged = queue.SimpleQueue()  # drops the views of what was not written
+            self._job = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is committed.
+
+        Args:
+          timeout_s: how long to wait, in seconds; the save goes on if it passes.
+
+        Raises:
+          StorageTimeoutError: still not done after `timeout_s`.
+          StorageError: the store failed; there is no checkpoint, earlier ones are untouched.
+          ConflictError: another save committed at the path first.
+        """
+        self._join(timeout_s)
+        _forget(self)
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """Wait, and return the error instead of raising it; None if all went well.
+
+        Args:
+          timeout_s: as for `wait`.
+
+        Raises:
+          StorageTimeoutError: still not done after `timeout_s`.
+        """
+        self._join(timeout_s)
+        _forget(self)
+        return self._error
+
+    def _join(self, timeout_s: float | None) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise StorageTimeoutError(
+                f"{self.path}: the save did not end within timeout_s: {timeout_s}",
+                path=self.path,
+                step=self.step,
+                hint="it goes on in the background; wait() again",
+            )
+
+    def __repr__(self) -> str:
+        state = "in progress" if not self.done() else "failed" if self._error else "committed"
+        return f"<PendingSave {self.path!r}: {state}>"
+
+
+_failed: list[PendingSave] = []
+_failed_lock = threading.Lock()
+
+
+def _remember(pending: PendingSave) -> None:
+    with _failed_lock:
+        _failed.append(pending)
+
+
+def _forget(pending: PendingSave) -> None:
+    with _failed_lock:
+        if pending in _failed:
+            _failed.remove(pending)
+
+
+def raise_background_errors() -> None:
+    """Raise the error of an earlier `save_async` that nobody has seen yet.
+
+    Raises:
+      JaxshardError: whatever that save failed with.
+    """
+    with _failed_lock:
+        pending = _failed.pop(0) if _failed else None
+    if pending is not None:
+        error = pending.exception()
+        assert error is not None
+        error.add_note(f"raised in the background by the earlier save of {pending.path!r}")
+        raise error
+
+
+_NO_LIKE: Any = object()
+
+
+def load(
+    path: PathLike,
+    like: Any = _NO_LIKE,
+    *,
+    mesh: Any = None,
+    rules: Any = None,
+    select: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+    fill_missing: bool = False,
+    options: LoadOptions = LoadOptions(),  # noqa: B008  (frozen)
+) -> Any:
+    """Load a checkpoint, bit for bit, onto any mesh.
+
+    With `like` the result has its structure, node types, containers (JAX or NumPy) and placement,
+    and anything that differs is an error that lists every difference. Without `like` it is made of
+    dicts, lists, tuples and named tuples, with NumPy arrays unless `mesh` or `rules` place them.
+
+    A leaf goes to the concrete sharding that it has in `like`; else to its spec there on `mesh` or
+    the current mesh (`jax.set_mesh`); else to the spec of the first rule that matches; else, if
+    there is a mesh, to the spec that it was saved with (replicated if it had none); else to the
+    default device.
+
+    Args:
+      path: a committed checkpoint.
+      like: tree of arrays, `jax.ShapeDtypeStruct`s, modules or values to load onto. NNX objects
+        in it are not changed, new ones are returned.
+      mesh: `jax.sharding.Mesh` to place leaves on that `like` does not place.
+      rules: `[(pattern, PartitionSpec)]`; the first match wins.
+      select: patterns of names, after renaming; only these leaves are read. Others keep the
+        value of `like`, or are absent.
+      rename: `{saved: wanted}` patterns; `*` and `**` carry over what they matched.
+      cast: convert dtypes to those of `like`: float to float rounds; to or from integers only if
+        every value is representable; never from or to bool.
+      fill_missing: keep the value of `like` for leaves that the checkpoint lacks.
+      options: see `LoadOptions`.
+
+    Returns:
+      The tree.
+
+    Raises:
+      LeafMismatchError: names, shapes, dtypes, weak types, kinds, key implementations, containers
+        or placements differ from what is asked for; no data was read.
+      NotFoundError: nothing is at `path`, or a run (the hint names its newest step).
+      NotCommittedError: a save was begun there and never committed.
+      CorruptionError: bytes are missing, cut, changed or in the wrong place.
+      CheckpointReplacedError: a writer replaced it while it was read.
+      FormatError: written by a newer version, or hostile.
+      StorageError: the store failed, or `timeout_s` passed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxshard
+      >>> _ = jaxshard.save("memory://doc/load", {"params": {"w": jnp.arange(4.0)}, "step": 3})
+      >>> like = {"params": {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, "step": 0}
+      >>> jaxshard.load("memory://doc/load", like)["params"]["w"]
+      Array([0., 1., 2., 3.], dtype=float32)
+      >>> jaxshard.load("memory://doc/load", select="params/**")
+      {'params': {'w': array([0., 1., 2., 3.], dtype=float32)}}
+    """
+    raise_background_errors()
+    _saving.require_one_process()
+    request = _loading.Request(
+        mesh=mesh,
+        rules=rules,
+        select=select,
+        rename=rename,
+        cast=cast,
+        fill_missing=fill_missing,
+        options=options,
+    )
+    has_like = like is not _NO_LIKE
+    tree, report = _loading.load_tree(open_checkpoint(path), like, request, has_like=has_like)
+    log_loaded(report)
+    if options.on_report is not None:
+        options.on_report(report)
+    return tree
+
+
+def log_loaded(report: Any) -> None:
+    """One line per load; a second one if it read much more than it needed."""
+    logger.info(
+        "loaded %s: %s in %.2f s (%.2f GB/s)",
+        report.path,
+        size_text(report.bytes_needed),
+        report.seconds,
+        report.bytes_needed / max(report.seconds, 1e-9) / 1e9,
+    )
+    if report.bytes_read > 1.1 * report.bytes_needed + (1 << 20):
+        logger.info(
+            "loading %s read %.1f times the bytes it needed: shards and tiles do not meet",
+            report.path,
+            report.bytes_read / report.bytes_needed,
+        )

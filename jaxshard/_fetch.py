@@ -1,0 +1,496 @@
+"""Boxes of leaves of one checkpoint into host buffers, each tile read once and verified.
+
+Between the plan (`_plan.plan_load`) and the values: allocates the buffers, reads slabs within the
+byte budget, compares the digest of every tile, and hands each leaf over as soon as it is whole.
+Knows nothing of jax.
+"""
+
+import dataclasses
+import functools
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxshard import _dtypes, _plan, _tensors, _transfer
+from jaxshard._boxes import Box
+from jaxshard._errors import CheckpointReplacedError, CorruptionError, Kind
+from jaxshard._manifest import FILE, Manifest
+from jaxshard._spec import Layout, LeafSpec
+from jaxshard._store import Store
+from jaxshard._table import Table, digest_of
+from jaxshard._tensors import Array, IoMode
+from jaxshard._transfer import Request
+
+_HUGE = 2 << 20
+HOST_BYTES_MAX = 256 << 20
+_HINT = "jaxshard.verify(path) lists every damaged file"
+
+
+class Want(NamedTuple):
+    """Boxes (in elements of the leaf) that are wanted, and who gets them when they are there."""
+
+    leaf: int
+    boxes: list[Box]
+    done: Callable[[dict[Box, Array]], None]
+
+
+@dataclasses.dataclass(slots=True)
+class Traffic:
+    """What was read: bytes of the wanted boxes, and bytes taken from storage for them."""
+
+    bytes_needed: int = 0
+    bytes_read: int = 0
+
+
+class Source:
+    """An open checkpoint: where it is and what its manifest says."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.store = store
+        self.manifest = manifest
+        self._digests: dict[tuple[int, int], dict[int, bytes]] = {}
+
+    def leaf(self, number: int) -> LeafSpec:
+        """A leaf; for one that is the same as an earlier one, that one."""
+        leaf = self.manifest.tree.leaves[number]
+        return leaf if leaf.same_as is None else self.manifest.tree.leaves[leaf.same_as]
+
+    def resolve(self, number: int) -> int:
+        """Number of the leaf whose pieces hold the data of a leaf."""
+        same_as = self.manifest.tree.leaves[number].same_as
+        return number if same_as is None else same_as
+
+    @functools.cached_property
+    def tables(self) -> list[Table]:
+        """The tables of all processes, their digests compared with the manifest's."""
+        return [self._table(p) for p in range(len(self.manifest.processes))]
+
+    def _table(self, process: int) -> Table:
+        record = self.manifest.processes[process]
+        key = table_file(self.manifest.attempt, process)
+        size = self.store.size(key)
+        if size is None:
+            raise CorruptionError(
+                f"table {key!r}: expected to exist, found nothing",
+                kind=Kind.TABLE_DAMAGED, path=key, hint=_HINT,
+            )  # fmt: skip
+        data = self.store.read(key) if size == record.table_bytes else b""
+        if digest_of(data).hex() != record.table_digest:
+            raise CorruptionError(
+                f"table {key!r} is damaged: expected {record.table_bytes} bytes with digest "
+                f"{record.table_digest}, found {size} bytes that are not these",
+                kind=Kind.TABLE_DAMAGED, path=key, hint=_HINT,
+            )  # fmt: skip
+        return Table.from_bytes(data, key)
+
+    @functools.cached_property
+    def _piece_index(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(leaf, piece) to (process, row in its table)."""
+        return {
+            (leaf, piece): (process, row)
+            for process, table in enumerate(self.tables)
+            for row, (leaf, piece) in enumerate(
+                zip(table.pieces["leaf"].tolist(), table.pieces["piece"].tolist(), strict=True)
+            )
+        }
+
+    @functools.cached_property
+    def _entry_index(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(leaf, tile) to (process, row in the entries of its table)."""
+        return {
+            (leaf, tile): (process, row)
+            for process, table in enumerate(self.tables)
+            for row, (leaf, tile) in enumerate(
+                zip(table.entries["leaf"].tolist(), table.entries["tile"].tolist(), strict=True)
+            )
+        }
+
+    def piece_row(self, leaf: int, piece: int) -> tuple[int, int]:
+        """Process and table row of a piece."""
+        return self._lookup(self._piece_index, leaf, piece, "piece")
+
+    def entry_row(self, leaf: int, tile: int) -> tuple[int, int]:
+        """Process and table row of a packed tile."""
+        return self._lookup(self._entry_index, leaf, tile, "packed tile")
+
+    def _lookup(
+        self, index: dict[tuple[int, int], tuple[int, int]], leaf: int, number: int, what: str
+    ) -> tuple[int, int]:
+        found = index.get((leaf, number))
+        if found is None:
+            name = self.manifest.tree.leaves[leaf].name
+            raise CorruptionError(
+                f"leaf {name!r}: expected {what} {number} in the tables, found none",
+                kind=Kind.TABLE_DAMAGED, hint=_HINT,
+            )  # fmt: skip
+        return found
+
+    def tile_digest(self, leaf: int, piece: int, tile: int) -> bytes:
+        """The digest that the writer gave a tile of a piece in a file of its own."""
+        found = self._digests.get((leaf, piece))
+        if found is None:
+            found = self._digests[leaf, piece] = self._piece_digests(leaf, piece)
+        return found[tile]
+
+    def _piece_digests(self, leaf: int, piece: int) -> dict[int, bytes]:
+        layout = layout_of(self.leaf(leaf))
+        process, row = self.piece_row(leaf, piece)
+        table = self.tables[process]
+        tiles = list(_plan.tile_lattice(layout).touching(_plan.piece_lattice(layout).box(piece)))
+        first = int(table.first_digest[row])
+        digests = [d.tobytes() for d in table.digests[first : first + int(table.pieces[row]["tiles"])]]
+        if len(digests) != len(tiles):
+            raise CorruptionError(
+                f"leaf {self.manifest.tree.leaves[leaf].name!r}, piece {piece}: expected "
+                f"{len(tiles)} tiles in the table, found {len(digests)}",
+                kind=Kind.TABLE_DAMAGED, hint=_HINT,
+            )  # fmt: skip
+        return dict(zip(tiles, digests, strict=True))
+
+    def replaced(self) -> bool:
+        """Whether the manifest is no longer the one that was opened."""
+        try:
+            now = Manifest.from_bytes(self.store.read(FILE), FILE)
+        except (OSError, CorruptionError):
+            return not self.store.size(FILE)
+        return (now.attempt, now.nonce) != (self.manifest.attempt, self.manifest.nonce)
+
+
+def table_file(attempt: str, process: int) -> str:
+    """Key of the table of one process."""
+    return f"{attempt}/tables/{process // 256}/p{process:05d}.bin"
+
+
+def pack_dir(attempt: str, process: int) -> str:
+    """Key of the pack of one process."""
+    return f"{attempt}/packs/{process:05d}"
+
+
+def pack_file(attempt: str, process: int, segment: int) -> str:
+    """Key of one file of a pack."""
+    return f"{pack_dir(attempt, process)}/c/{segment}"
+
+
+def layout_of(leaf: LeafSpec) -> Layout:
+    """The layout of a leaf that is stored as an array."""
+    assert leaf.layout is not None, leaf.name
+    return leaf.layout
+
+
+def fetch(
+    source: Source,
+    wants: Iterable[Want],
+    *,
+    host_bytes_max: int = HOST_BYTES_MAX,
+    io_mode: IoMode = "auto",
+    timeout_s: float | None = None,
+) -> Traffic:
+    """Read all that is wanted; each `done` is called in the calling thread, in order.
+
+    Raises:
+      CorruptionError: bytes are missing, cut, changed or in the wrong place.
+      CheckpointReplacedError: a writer replaced or deleted the checkpoint meanwhile.
+      StorageError: the store failed, or `timeout_s` passed.
+    """
+    job = _Job(source, host_bytes_max, io_mode)
+    try:
+        _transfer.run(job.requests(wants), bytes_max=host_bytes_max, timeout_s=timeout_s)
+    except CorruptionError as e:
+        if source.replaced():
+            raise CheckpointReplacedError(
+                f"{source.store.url}: the checkpoint was replaced or deleted while it was read",
+                path=source.store.url,
+                hint="open it again",
+            ) from e
+        raise
+    return job.traffic
+
+
+class _Assembly:
+    """The buffers of one want, allocated when its first bytes are about to arrive."""
+
+    def __init__(self, leaf: LeafSpec, want: Want) -> None:
+        self.layout = layout_of(leaf)
+        self.leaf = leaf
+        self.want = want
+        self.stored_boxes = [stored_box(box, self.layout) for box in want.boxes]
+        self.pending = 0
+        self.sealed = False
+        self._buffers: list[Array] | None = None
+
+    @property
+    def buffers(self) -> list[Array]:
+        if self._buffers is None:
+            dtype = _dtypes.numpy_dtype(self.layout.dtype)
+            self._buffers = [empty(box.shape, dtype) for box in self.stored_boxes]
+        return self._buffers
+
+    def part(self, target: int, box: Box) -> Array:
+        """View of one buffer at a box of the array."""
+        here = self.buffers[target]
+        return here[box.relative_to(self.stored_boxes[target]).slices]
+
+    def scatter(self, values: Array, box: Box, targets: Iterable[int]) -> None:
+        """Copy what several buffers need of a tile."""
+        for target in targets:
+            common = box.intersect(self.stored_boxes[target])
+            assert common is not None
+            self.part(target, common)[...] = values[common.relative_to(box).slices]
+
+    def arrived(self) -> None:
+        self.pending -= 1
+        self.finish_if_whole()
+
+    def finish_if_whole(self) -> None:
+        if self.pending == 0 and self.sealed:
+            per_byte = self.layout.per_byte
+            out = {}
+            for box, stored, buffer in zip(
+                self.want.boxes, self.stored_boxes, self.buffers, strict=True
+            ):
+                last = slice(None)
+                if per_byte > 1:
+                    start = box.offset[-1] - stored.offset[-1] * per_byte
+                    last = slice(start, start + box.shape[-1])
+                out[box] = _dtypes.from_stored(buffer, str(self.leaf.dtype), per_byte, last)
+            self._buffers = None
+            self.want.done(out)
+
+
+def stored_box(box: Box, layout: Layout) -> Box:
+    """A box of elements as the box of stored elements that covers it."""
+    k = layout.per_byte
+    if k == 1 or not box.shape:
+        return box
+    start, end = box.offset[-1] // k, -(-box.end[-1] // k)
+    return Box((*box.offset[:-1], start), (*box.shape[:-1], end - start if box.shape[-1] else 0))
+
+
+class _Job:
+    """One call of `fetch`: turns wants into requests."""
+
+    def __init__(self, source: Source, host_bytes_max: int, io_mode: IoMode) -> None:
+        self.source = source
+        self.io_mode = io_mode
+        self.traffic = Traffic()
+        # A slab in flight holds its bytes as they are stored and decoded; several must fit.
+        self.slab_bytes_max = max(1, host_bytes_max // 8)
+
+    def requests(self, wants: Iterable[Want]) -> Iterator[Request]:
+        for want in wants:
+            number = self.source.resolve(want.leaf)
+            leaf = self.source.leaf(number)
+            assembly = _Assembly(leaf, want)
+            layout = assembly.layout
+            self.traffic.bytes_needed += layout.itemsize * sum(
+                box.size for box in assembly.stored_boxes
+            )
+            make = self._packed if layout.packed else self._filed
+            for request in make(number, leaf, assembly):
+                assembly.pending += 1
+                yield request
+            assembly.sealed = True
+            assembly.finish_if_whole()
+
+    # Pieces in files of their own
+
+    def _filed(self, number: int, leaf: LeafSpec, assembly: _Assembly) -> Iterator[Request]:
+        manifest = self.source.manifest
+        array: Any = None
+        checked = -1
+        slabs = _plan.plan_load(
+            assembly.layout, assembly.stored_boxes, slab_bytes_max=self.slab_bytes_max
+        )
+        for slab in slabs:
+            if array is None:
+                array = _tensors.open_for_reading(
+                    self.source.store, manifest.attempt, leaf, manifest.compression, self.io_mode
+                )
+            if slab.piece != checked:
+                self._check_length(number, leaf, slab.piece)
+                checked = slab.piece
+            yield self._slab_request(number, leaf, assembly, array, slab)
+
+    def _check_length(self, number: int, leaf: LeafSpec, piece: int) -> None:
+        """The file is as long as its writer said: before memory is taken or mapped for it."""
+        file = self._file(leaf, piece)
+        process, row = self.source.piece_row(number, piece)
+        expected = int(self.source.tables[process].pieces[row]["file_bytes"])
+        found = self.source.store.size(file)
+        if found is None:
+            raise _tensors.missing_file(leaf.name, file)
+        if found != expected:
+            raise CorruptionError(
+                f"leaf {leaf.name!r}, piece {piece}, file {file!r}: expected {expected} bytes, "
+                f"found {found}",
+                path=file,
+                hint=_HINT,
+            )
+
+    def _file(self, leaf: LeafSpec, piece: int) -> str:
+        layout = layout_of(leaf)
+        position = _plan.piece_lattice(layout).position(piece)
+        return _tensors.piece_file(self.source.manifest.attempt, layout, position)
+
+    def _slab_request(
+        self, number: int, leaf: LeafSpec, assembly: _Assembly, array: Any, slab: _plan.Slab
+    ) -> Request:
+        layout = assembly.layout
+        scratch: list[Array] = []
+
+        def start() -> _transfer.Future:
+            if slab.target is None:
+                into = np.empty(slab.box.shape, _dtypes.numpy_dtype(layout.dtype))
+            else:
+                into = assembly.part(slab.target, slab.box)
+            scratch.append(into)
+            return _tensors.read_box(array, slab.box, into)
+
+        def finish(_: Any) -> None:
+            values = scratch.pop()
+            self._compare(number, leaf, slab, values)
+            if slab.target is None:
+                assembly.scatter(values, slab.box, slab.targets)
+            self._count(layout, slab)
+            assembly.arrived()
+
+        file = self._file(leaf, slab.piece)
+        return Request(
+            2 * slab.box.size * layout.itemsize,
+            start,
+            finish,
+            lambda error: _tensors.read_error(error, leaf.name, file),
+        )
+
+    def _compare(self, number: int, leaf: LeafSpec, slab: _plan.Slab, values: Array) -> None:
+        tiles = _plan.tile_lattice(layout_of(leaf))
+        for tile, digest in _tensors.tile_digests(values, slab.box, tiles):
+            if digest != self.source.tile_digest(number, slab.piece, tile):
+                raise self._wrong(leaf, self._file(leaf, slab.piece), tile)
+
+    def _wrong(self, leaf: LeafSpec, file: str, tile: int) -> CorruptionError:
+        return CorruptionError(
+            f"leaf {leaf.name!r}, tile {tile}, file {file!r}: its bytes are not those that were "
+            "written (changed, or the file is in another one's place)",
+            path=file,
+            hint=_HINT,
+        )
+
+    def _count(self, layout: Layout, slab: _plan.Slab) -> None:
+        tiles = _plan.tile_lattice(layout)
+        count = sum(1 for _ in tiles.touching(slab.box))
+        whole_tile = int(np.prod(layout.tile, dtype=np.int64)) * layout.itemsize
+        nbytes = count * (whole_tile + 4)
+        if layout.tile != layout.piece:
+            cells = zip(layout.piece, layout.tile, strict=True)
+            nbytes += 4 + 16 * int(np.prod([p // t for p, t in cells], dtype=np.int64))
+        self.traffic.bytes_read += nbytes
+
+    # Tiles in packs
+
+    def _packed(self, number: int, leaf: LeafSpec, assembly: _Assembly) -> Iterator[Request]:
+        tiles = _plan.tile_lattice(assembly.layout)
+        needed = sorted({t for box in assembly.stored_boxes for t in tiles.touching(box)})
+        rows = sorted(self.source.entry_row(number, t) for t in needed)
+        run: list[tuple[int, int]] = []
+        for process, row in rows:
+            if run and not self._joins(run, process, row):
+                yield self._run_request(leaf, assembly, run)
+                run = []
+            run.append((process, row))
+        if run:
+            yield self._run_request(leaf, assembly, run)
+
+    def _joins(self, run: list[tuple[int, int]], process: int, row: int) -> bool:
+        """Whether an entry lies right behind a run of entries, in the same file."""
+        table = self.source.tables[process]
+        (first_process, first), (_, last) = run[0], run[-1]
+        if process != first_process or row != last + 1:
+            return False
+        start = int(table.entries[first]["offset"])
+        end = int(table.entries[row]["offset"]) + int(table.entries[row]["nbytes"])
+        same_file = start // table.segment_bytes == (end - 1) // table.segment_bytes
+        return same_file and end - start <= self.slab_bytes_max
+
+    def _run_request(
+        self, leaf: LeafSpec, assembly: _Assembly, run: list[tuple[int, int]]
+    ) -> Request:
+        process = run[0][0]
+        table = self.source.tables[process]
+        entries = table.entries[run[0][1] : run[-1][1] + 1]
+        start = int(entries[0]["offset"])
+        nbytes = int(entries[-1]["offset"]) + int(entries[-1]["nbytes"]) - start
+        segment, offset = divmod(start, table.segment_bytes)
+        file = pack_file(self.source.manifest.attempt, process, segment)
+
+        def finish(data: Array) -> None:
+            for entry in entries:
+                at = int(entry["offset"]) - start
+                self._place(leaf, assembly, entry, data[at : at + int(entry["nbytes"])], file)
+            self.traffic.bytes_read += nbytes
+            assembly.arrived()
+
+        return Request(
+            nbytes,
+            lambda: _Done(self._read_pack(leaf, file, offset, nbytes)),
+            finish,
+            lambda error: _tensors.read_error(error, leaf.name, file),
+        )
+
+    def _read_pack(self, leaf: LeafSpec, file: str, offset: int, nbytes: int) -> Array:
+        # Checked first, so that a table cannot make us take memory that no file stands behind.
+        size = self.source.store.size(file)
+        if size is None:
+            raise _tensors.missing_file(leaf.name, file)
+        if size < offset + nbytes:
+            raise CorruptionError(
+                f"leaf {leaf.name!r}, file {file!r}: expected at least {offset + nbytes} bytes, "
+                f"found {size}",
+                path=file,
+                hint=_HINT,
+            )
+        data = np.empty(nbytes, np.uint8)
+        self.source.store.read_range(file, offset, memoryview(data))
+        return data
+
+    def _place(
+        self, leaf: LeafSpec, assembly: _Assembly, entry: Any, data: Array, file: str
+    ) -> None:
+        layout = assembly.layout
+        tile = int(entry["tile"])
+        box = _plan.tile_lattice(layout).box(tile)
+        fits = len(data) == box.size * layout.itemsize
+        if not fits or digest_of(memoryview(data)) != entry["digest"].tobytes():
+            raise self._wrong(leaf, file, tile)
+        values = data.view(_dtypes.numpy_dtype(layout.dtype)).reshape(box.shape)
+        hits = [i for i, b in enumerate(assembly.stored_boxes) if b.intersect(box)]
+        assembly.scatter(values, box, hits)
+
+
+class _Done(NamedTuple):
+    """A future whose value is there."""
+
+    value: Any
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ARG002
+        return self.value
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialised array, 64-byte aligned, in huge pages if it is large.
+
+    Page faults decide how fast a load is: a private mapping with MADV_HUGEPAGE, aligned to 2 MiB,
+    cut 197,000 faults to 870 and the time of a load of 770 MB by more than half.
+    """
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if nbytes < 2 * _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        raw = np.empty(nbytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+    else:
+        area = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(area, np.uint8)
+        start = -raw.ctypes.data % _HUGE
+    return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -1,0 +1,265 @@
+"""From an open checkpoint to a tree: match, place, read, and put everything where `like` wants it.
+
+All that differs is found before a byte of data is read, and raised as one error.
+"""
+
+import dataclasses
+import difflib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxshard import _arrays, _cast, _fetch, _match, _trees
+from jaxshard._boxes import Box
+from jaxshard._errors import LeafMismatchError, bullet_list
+from jaxshard._options import LoadOptions, LoadReport
+from jaxshard._reader import Checkpoint
+from jaxshard._spec import LeafSpec, TreeSpec, decode_value
+from jaxshard._store import storage_errors
+
+Select = str | Iterable[str] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of a load; see `jaxshard.load`."""
+
+    mesh: Any = None
+    rules: _arrays.Rules | None = None
+    select: Select = None
+    rename: Mapping[str, str] | None = None
+    cast: bool = False
+    fill_missing: bool = False
+    options: LoadOptions = dataclasses.field(default_factory=LoadOptions)
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    """One array to read, and the leaves that it fills (several if they are the same array)."""
+
+    saved: int
+    target: _arrays.Target
+    dtype: str
+    fills: list[int]
+    boxes: list[Box]
+
+
+class _Load:
+    """One load: what goes where, what is wrong, and the values as they arrive."""
+
+    def __init__(self, checkpoint: Checkpoint, request: Request) -> None:
+        self.checkpoint = checkpoint
+        self.source = checkpoint.source
+        self.tree: TreeSpec = checkpoint.source.manifest.tree
+        self.request = request
+        self.problems: list[str] = []
+        self.filled: list[str] = []
+        self.cast: list[str] = []
+        self.values: list[Any] = []
+        self._slots: dict[Any, _Slot] = {}
+        self._releases: dict[int, Any] = {}
+
+    # Planning
+
+    def want(self, saved: int, fills: int, like: Any, wanted: LeafSpec | None, name: str) -> None:
+        """Fill one value: at once if it is in the manifest, else by reading it."""
+        leaf = self.tree.leaves[saved]
+        if not leaf.has_array:
+            self.values[fills] = decode_value(leaf)
+            return
+        if leaf.kind in {"str", "bytes"}:
+            target: _arrays.Target | str = _arrays.Target(None, committed=False, weak_type=False)
+        else:
+            mesh = None if leaf.mesh is None else self.tree.meshes[leaf.mesh]
+            target = _arrays.target(
+                self._as_wanted(leaf, wanted),
+                mesh,
+                like,
+                mesh=self.request.mesh,
+                rules=self.request.rules,
+                name=name,
+            )
+        if isinstance(target, str):
+            self.problems.append(f"{name!r}: {target}")
+            return
+        dtype = str(leaf.dtype)
+        if wanted is not None and wanted.dtype is not None and wanted.kind == leaf.kind == "array":
+            dtype = wanted.dtype
+        key = (self.source.resolve(saved), target, dtype)
+        if key not in self._slots:
+            boxes = _arrays.wanted_boxes(leaf, target)
+            self._slots[key] = _Slot(saved, target, dtype, [], boxes)
+        self._slots[key].fills.append(fills)
+        if dtype != leaf.dtype:
+            self.cast.append(name)
+        if like is not None:
+            self._releases[fills] = like
+
+    def _as_wanted(self, leaf: LeafSpec, wanted: LeafSpec | None) -> LeafSpec:
+        if wanted is None or wanted.kind != "array" or leaf.kind != "array":
+            return leaf
+        return dataclasses.replace(leaf, dtype=wanted.dtype)
+
+    def raise_problems(self) -> None:
+        """One error with everything that differs.
+
+        Raises:
+          LeafMismatchError: there is something.
+        """
+        if not self.problems:
+            return
+        problems = tuple(self.problems)
+        title = f"{self.checkpoint.path}: {len(problems)} differences between what was saved and like:"
+        raise LeafMismatchError(
+            bullet_list(title, problems),
+            mismatches=problems,
+            hint="change like, or ask for the difference: select= for a part, rename= for other "
+            "names, cast=True for other dtypes, fill_missing=True to keep values of like",
+            path=self.checkpoint.path,
+            step=self.checkpoint.step,
+        )
+
+    # Reading
+
+    def read(self) -> _fetch.Traffic:
+        """Read all slots; leaf by leaf, so that two states never lie side by side."""
+        options = self.request.options
+        failures: list[str] = []
+        wants = (
+            _fetch.Want(slot.saved, slot.boxes, self._receiver(slot, failures))
+            for slot in self._slots.values()
+        )
+        with storage_errors("reading", self.checkpoint.path):
+            traffic = _fetch.fetch(
+                self.source,
+                wants,
+                host_bytes_max=options.host_bytes_max,
+                io_mode=options.io_mode,
+                timeout_s=options.timeout_s,
+            )
+        self.problems += failures
+        self.raise_problems()
+        return traffic
+
+    def _receiver(self, slot: _Slot, failures: list[str]) -> Any:
+        leaf = self.tree.leaves[slot.saved]
+
+        def receive(buffers: dict[Box, Any]) -> None:
+            if slot.dtype != leaf.dtype:
+                try:
+                    buffers = {b: _cast.convert(v, slot.dtype) for b, v in buffers.items()}
+                except ValueError as e:
+                    failures.append(f"{leaf.name!r}: {e}")
+                    return
+            if self.request.options.release_like:
+                self._release(slot.fills)
+            value = self._value(leaf, slot, buffers)
+            for number in slot.fills:
+                self.values[number] = value
+
+        return receive
+
+    def _value(self, leaf: LeafSpec, slot: _Slot, buffers: dict[Box, Any]) -> Any:
+        if leaf.kind in {"str", "bytes"}:
+            return _arrays.text_of(leaf, buffers[slot.boxes[0]])
+        donatable = self.request.options.donatable
+        return _arrays.to_array(leaf, slot.target, buffers, donatable=donatable)
+
+    def _release(self, numbers: list[int]) -> None:
+        for number in numbers:
+            like = self._releases.pop(number, None)
+            if like is not None and id(like) not in self.kept:
+                _arrays.release(like)
+
+    kept: frozenset[int] = frozenset()
+
+
+def load_tree(
+    checkpoint: Checkpoint, like: Any, request: Request, *, has_like: bool, in_place: bool = False
+) -> tuple[Any, LoadReport]:
+    """Load onto `like`, or without it; see `jaxshard.load`.
+
+    Args:
+      checkpoint: open.
+      like: tree to load onto, if `has_like` (None is a tree too).
+      request: the arguments of the load.
+      has_like: whether there is a `like`.
+      in_place: update the NNX objects of `like` instead of making new ones.
+    """
+    began = time.monotonic()
+    load = _Load(checkpoint, request)
+    if has_like:
+        flat = _plan_onto(load, like)
+        traffic = load.read()
+        tree = flat.rebuild(load.values, in_place)
+    else:
+        spec = _plan_without(load)
+        traffic = load.read()
+        tree = _trees.build(spec, load.values)
+    report = LoadReport(
+        path=checkpoint.path,
+        step=checkpoint.step,
+        bytes_needed=traffic.bytes_needed,
+        bytes_read=traffic.bytes_read,
+        filled=tuple(load.filled),
+        cast=tuple(load.cast),
+        seconds=time.monotonic() - began,
+    )
+    return tree, report
+
+
+def _plan_onto(load: _Load, like: Any) -> _trees.FlatTree:
+    request = load.request
+    flat = _trees.flatten(like, abstract=True)
+    matching = _match.match(
+        load.tree,
+        flat.spec,
+        select=request.select,
+        rename=request.rename,
+        cast=request.cast,
+        fill_missing=request.fill_missing,
+    )
+    load.problems += matching.problems
+    load.values = list(flat.values)
+    load.kept = frozenset(
+        id(value)
+        for number, value in enumerate(flat.values)
+        if number not in {mine for mine, _ in matching.pairs}
+    )
+    for number in matching.missing:
+        leaf, value = flat.spec.leaves[number], flat.values[number]
+        if leaf.kind == "function":
+            continue
+        if request.fill_missing and isinstance(value, jax.ShapeDtypeStruct):
+            load.problems.append(f"{leaf.name!r}: missing, and like is abstract: no value to keep")
+        load.filled.append(leaf.name)
+    differing = {problem.split(":", 1)[0] for problem in matching.problems}
+    for mine, saved in matching.pairs:
+        leaf = flat.spec.leaves[mine]
+        if leaf.kind != "function" and repr(leaf.name) not in differing:
+            load.want(saved, mine, flat.values[mine], leaf, leaf.name)
+    load.raise_problems()
+    return flat
+
+
+def _plan_without(load: _Load) -> TreeSpec:
+    request = load.request
+    names = _match.wanted_names(load.tree, request.rename)
+    select = [request.select] if isinstance(request.select, str) else request.select
+    chosen = _match.selected(names, None if select is None else list(select))
+    load.values = [_trees.ABSENT] * len(names)
+    for number, (name, leaf) in enumerate(zip(names, load.tree.leaves, strict=True)):
+        if name in chosen and leaf.kind != "function":
+            load.want(number, number, None, None, name)
+    if select is not None and not chosen:
+        load.problems.append(_nothing_selected(list(request.select or ()), names))
+    load.raise_problems()
+    return _trees.renamed_spec(load.tree, names) if request.rename else load.tree
+
+
+def _nothing_selected(select: Sequence[str], names: Sequence[str]) -> str:
+    close = difflib.get_close_matches("".join(select), names, n=1, cutoff=0.3)
+    meant = f"; there is, for example, {close[0]!r}" if close else ""
+    return f"select {select!r} matches no leaf{meant}"

@@ -1,0 +1,367 @@
+"""A checkpoint seen from outside: what is in it, and any part of any leaf, without jax.
+
+`open_checkpoint` reads the manifest and nothing else; values are read when asked for.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxshard import _commit, _fetch
+from jaxshard._boxes import Box
+from jaxshard._errors import Kind, NotCommittedError, NotFoundError
+from jaxshard._manifest import FILE, Manifest
+from jaxshard._spec import LeafSpec, MeshSpec, decode_value
+from jaxshard._store import PathLike, Store, open_store, storage_errors
+from jaxshard._tensors import Array
+
+_LEAVES_SHOWN = 20
+
+
+class LeafInfo(NamedTuple):
+    """What a checkpoint says of one leaf.
+
+    Attributes:
+      name: components of its path, joined by `/`.
+      kind: `array`, `key` (typed PRNG key), `numpy_scalar`, `bool`, `int`, `float`, `complex`,
+        `str`, `bytes`, `none` or `function`.
+      container: `jax` or `numpy` for arrays, else None.
+      dtype: element type, as NumPy and ml_dtypes name it; `uint32` for keys.
+      shape: `[*shape]` of the leaf.
+      weak_type: whether the jax.Array was weakly typed.
+      committed: whether the jax.Array was bound to its devices.
+      key_impl: implementation of a PRNG key, e.g. `threefry2x32`.
+      spec: partition spec by axis, if it had a NamedSharding.
+      mesh: axes of the mesh it lay on.
+      memory_kind: e.g. `device` or `pinned_host`.
+      nbytes: bytes of its elements in memory.
+      piece_shape: shape of what one file (or pack entry) holds, in stored elements.
+      tile_shape: shape of what is read at once.
+      packed: whether its pieces share the files of a pack.
+      zarr_path: of its Zarr array below `Checkpoint.zarr_root`, None if it is packed or no array.
+      same_as: name of the leaf that is the same array.
+      digest: xxh3-128 over its tiles, equal for equal elements on an equal grid.
+    """
+
+    name: str
+    kind: str
+    container: str | None
+    dtype: str | None
+    shape: tuple[int, ...]
+    weak_type: bool
+    committed: bool
+    key_impl: str | None
+    spec: tuple[Any, ...] | None
+    mesh: MeshSpec | None
+    memory_kind: str | None
+    nbytes: int
+    piece_shape: tuple[int, ...] | None
+    tile_shape: tuple[int, ...] | None
+    packed: bool
+    zarr_path: str | None
+    same_as: str | None
+    digest: str | None
+
+
+class Leaf:
+    """One leaf of an open checkpoint; nothing is read before `read`.
+
+    Attributes:
+      info: what the manifest says of it.
+    """
+
+    def __init__(self, source: _fetch.Source, number: int, info: LeafInfo) -> None:
+        self._source = source
+        self._number = number
+        self.info = info
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the stored elements; for keys the words of a key come last."""
+        return self._source.leaf(self._number).array_shape or ()
+
+    @property
+    def dtype(self) -> str | None:
+        """Element type."""
+        return self.info.dtype
+
+    def read(self, index: Any = ...) -> Any:
+        """Read the whole leaf, or the part that a basic index selects.
+
+        Only the tiles that the index touches are read, and each is verified.
+
+        Args:
+          index: ints, slices and `...`, as for NumPy (`np.s_[0:4, ::2]`); negative steps are not
+            supported.
+
+        Returns:
+          A NumPy array; for keys `[*shape, words]` of uint32; the value itself for kinds without
+          an array (a function is None).
+
+        Raises:
+          CorruptionError: bytes are missing, cut, changed or in the wrong place.
+          CheckpointReplacedError: the checkpoint was replaced since it was opened.
+          IndexError: the index does not fit the shape.
+
+        Example:
+          >>> import jaxshard, numpy as np
+          >>> _ = jaxshard.save("memory://doc/leaf", {"w": np.arange(6).reshape(2, 3)})
+          >>> jaxshard.open("memory://doc/leaf")["w"].read(np.s_[1, :2])
+          array([3, 4])
+        """
+        leaf = self._source.leaf(self._number)
+        if not leaf.has_array:
+            return decode_value(leaf)
+        box, local = _box_of(index, self.shape)
+        found: list[Array] = []
+        want = _fetch.Want(self._number, [box], lambda buffers: found.append(buffers[box]))
+        with storage_errors("reading", self._source.store.url):
+            _fetch.fetch(self._source, [want])
+        values = found[0][local]
+        if leaf.kind in {"str", "bytes"}:
+            raw = values.tobytes()
+            return raw.decode("utf-8", "surrogatepass") if leaf.kind == "str" else raw
+        return values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:  # noqa: FBT001
+        return np.asarray(self.read(), dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return f"<Leaf {self.info.name!r} {_summary(self.info)}>"
+
+
+def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+    """The box that a basic index touches, and the index into that box."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if sum(p is Ellipsis for p in parts) > 1 or len([p for p in parts if p is not Ellipsis]) > len(
+        shape
+    ):
+        raise IndexError(f"index {index!r} has too many parts for the shape {shape}")
+    if Ellipsis not in parts:
+        parts.append(Ellipsis)
+    at = parts.index(Ellipsis)
+    parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    offset, size, local = [], [], []
+    for part, n in zip(parts, shape, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(n)
+            if step < 1:
+                raise IndexError(f"index {index!r}: a negative step is not supported")
+            count = len(range(start, stop, step))
+            offset.append(start if count else 0)
+            size.append((count - 1) * step + 1 if count else 0)
+            local.append(slice(None, None, step))
+        else:
+            i = range(n)[int(part)]
+            offset.append(i)
+            size.append(1)
+            local.append(0)
+    return Box(tuple(offset), tuple(size)), tuple(local)
+
+
+class Checkpoint(Mapping[str, Leaf]):
+    """An open checkpoint: a mapping from leaf names to lazy leaves, in the order of the tree.
+
+    Attributes:
+      path: where it is.
+      step: the training step it holds, or None.
+      metadata: what was given to `save`.
+      environment: versions and flags at the time of the save.
+      created: when it was committed, UTC.
+
+    Example:
+      >>> import jaxshard, numpy as np
+      >>> _ = jaxshard.save("memory://doc/open", {"w": np.ones((2, 3)), "n": 7})
+      >>> ckpt = jaxshard.open("memory://doc/open")
+      >>> list(ckpt), ckpt["n"].read(), ckpt.leaves["w"].shape, ckpt.nbytes
+      (['n', 'w'], 7, (2, 3), 48)
+    """
+
+    def __init__(self, source: _fetch.Source) -> None:
+        self.source = source
+        manifest = source.manifest
+        self.path = source.store.url
+        self.step = manifest.step
+        self.metadata = dict(manifest.metadata)
+        self.environment = dict(manifest.environment)
+        self.created = manifest.created
+        self._numbers = {leaf.name: i for i, leaf in enumerate(manifest.tree.leaves)}
+
+    @functools.cached_property
+    def leaves(self) -> Mapping[str, LeafInfo]:
+        """What the manifest says of each leaf, by name."""
+        return {
+            leaf.name: self._info(number)
+            for number, leaf in enumerate(self.source.manifest.tree.leaves)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, those of shared arrays once."""
+        return self.source.manifest.nbytes
+
+    @property
+    def zarr_root(self) -> str:
+        """The Zarr v3 group that holds the leaves that are not packed."""
+        return f"{self.path}/{self.source.manifest.attempt}/data"
+
+    def _info(self, number: int) -> LeafInfo:
+        tree = self.source.manifest.tree
+        own, leaf = tree.leaves[number], self.source.leaf(number)
+        layout = leaf.layout
+        return LeafInfo(
+            name=own.name,
+            kind=own.kind,
+            container=own.container,
+            dtype=own.dtype,
+            shape=own.shape,
+            weak_type=own.weak_type,
+            committed=own.committed,
+            key_impl=own.key_impl,
+            spec=own.spec,
+            mesh=None if own.mesh is None else tree.meshes[own.mesh],
+            memory_kind=own.memory_kind,
+            nbytes=own.nbytes,
+            piece_shape=layout and layout.piece,
+            tile_shape=layout and layout.tile,
+            packed=layout is not None and layout.packed,
+            zarr_path=None if layout is None or layout.packed else layout.path,
+            same_as=None if own.same_as is None else leaf.name,
+            digest=leaf.digest,
+        )
+
+    def __getitem__(self, name: str) -> Leaf:
+        return Leaf(self.source, self._numbers[name], self.leaves[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"<Checkpoint {self.path!r}{step}, {len(self)} leaves, {size_text(self.nbytes)}>"
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {name or '(the whole tree)'}  {_summary(info)}"
+            for name, info in list(self.leaves.items())[:_LEAVES_SHOWN]
+        ]
+        if len(self) > _LEAVES_SHOWN:
+            rows.append(f"  … and {len(self) - _LEAVES_SHOWN} more")
+        return "\n".join([repr(self)[1:-1], *rows])
+
+
+def _summary(info: LeafInfo) -> str:
+    if info.kind in {"array", "key"}:
+        what = info.dtype if info.kind == "array" else f"key<{info.key_impl}>"
+        spec = "" if info.spec is None else f" P{info.spec}"
+        return f"{what}[{','.join(map(str, info.shape))}]{spec} {size_text(info.nbytes)}"
+    return info.kind
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for people: `1.5 GiB`."""
+    if nbytes < 1024:
+        return f"{int(nbytes)} B"
+    power = min(4, int(math.log2(nbytes) // 10))
+    return f"{nbytes / (1 << 10 * power):.1f} {['', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
+
+
+def open_checkpoint(path: PathLike) -> Checkpoint:
+    """Open a checkpoint: reads its manifest and nothing else.
+
+    Raises:
+      NotFoundError: nothing is there, or a run directory (its hint names the newest step).
+      NotCommittedError: a save was begun there and never committed.
+      CorruptionError: the manifest is cut or changed.
+      FormatError: the manifest is of a newer version, or does not fit together.
+    """
+    store = open_store(path)
+    with storage_errors("reading", store.url):
+        try:
+            data = store.read(FILE)
+        except (FileNotFoundError, NotADirectoryError):
+            data = None
+        if data is None:
+            raise why_not_there(store)
+    return Checkpoint(_fetch.Source(store, Manifest.from_bytes(data, f"{store.url}/{FILE}")))
+
+
+def why_not_there(store: Store) -> NotFoundError | NotCommittedError:
+    """The error for a path without a manifest."""
+    found = _commit.look(store)
+    if found is _commit.Found.ATTEMPTS:
+        return NotCommittedError(
+            f"{store.url}: a save was begun here and never committed; there is no checkpoint",
+            kind=Kind.NOT_COMMITTED,
+            path=store.url,
+            hint="load an earlier step, or save again",
+        )
+    if found is _commit.Found.RUN:
+        newest = newest_step(store)
+        hint = f"load {store.url}/{newest}" if newest else "no step was committed in it yet"
+        return NotFoundError(
+            f"{store.url}: expected one checkpoint, found a run directory",
+            kind=Kind.IS_A_RUN,
+            path=store.url,
+            hint=hint,
+        )
+    near = _neighbours(store.url)
+    return NotFoundError(
+        f"{store.url}: expected a checkpoint, found nothing"
+        if found is _commit.Found.NOTHING
+        else f"{store.url}: expected a checkpoint, found other files and no {FILE}",
+        path=store.url,
+        hint=f"beside it there is: {near}" if near else "is the path right?",
+    )
+
+
+def _neighbours(url: str) -> str:
+    parent = Path(url).parent
+    if "://" in url or not parent.is_dir():
+        return ""
+    names = sorted(p.parent.name for p in parent.glob(f"*/{FILE}"))
+    return ", ".join(names[-3:])
+
+
+# Runs ---------------------------------------------------------------------------------------
+
+
+class StepDir(NamedTuple):
+    """The directory of one step of a run; `version` counts the times it was written."""
+
+    step: int
+    version: int
+
+    @property
+    def name(self) -> str:
+        """Its name: `step_00000120`, `step_00000120.2`."""
+        return f"step_{self.step:08d}" + (f".{self.version}" if self.version > 1 else "")
+
+
+def step_dirs(store: Store) -> list[StepDir]:
+    """Directories of steps, committed or not, oldest first."""
+    found = []
+    for name in store.entries():
+        stem, _, version = name.removeprefix("step_").partition(".")
+        if name.startswith("step_") and stem.isdecimal() and (not version or version.isdecimal()):
+            found.append(StepDir(int(stem), int(version or 1)))
+    return sorted(found)
+
+
+def committed_steps(store: Store) -> list[StepDir]:
+    """Committed steps, oldest first; of several versions of a step the newest."""
+    newest = {d.step: d for d in step_dirs(store) if store.size(f"{d.name}/{FILE}") is not None}
+    return [newest[step] for step in sorted(newest)]
+
+
+def newest_step(store: Store) -> str | None:
+    """Name of the newest committed step of a run."""
+    steps = committed_steps(store)
+    return steps[-1].name if steps else None
