@@ -7,6 +7,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")  # draws into a file: works without a display
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 Curve = dict[int, float]  # loss by step
 
@@ -51,7 +52,7 @@ def draw(path: Path, curves: dict[str, Curve], *, saved: int) -> None:
     plt.close(figure)
 
 
-def draw_losses(axes: plt.Axes, curves: dict[str, Curve], saved: int) -> None:
+def draw_losses(axes: Axes, curves: dict[str, Curve], saved: int) -> None:
     """All curves, the kill, and the steps that it undid."""
     for (title, curve), style in zip(curves.items(), STYLES, strict=True):
         axes.plot(curve.keys(), curve.values(), label=title, **style)
@@ -63,7 +64,7 @@ def draw_losses(axes: plt.Axes, curves: dict[str, Curve], saved: int) -> None:
     axes.axvspan(saved, last, color=KILL, alpha=0.12, lw=0, label=undone)
 
 
-def draw_distances(axes: plt.Axes, curves: dict[str, Curve]) -> None:
+def draw_distances(axes: Axes, curves: dict[str, Curve]) -> None:
     """How far each resumed run is from the uninterrupted one, zero included."""
     reference, _, *resumed = curves.values()
     for curve, style in zip(resumed, STYLES[2:], strict=True):

@@ -1,0 +1,99 @@
+"""Save the complete state of a JAX training run as shards, and bring it back exactly.
+
+`save`, `save_async` and `load` handle one checkpoint, `open` looks into one, `verify` and `diff`
+check them, and `ResumeManager` keeps a run.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxshard._checkpoint import PendingSave, load, save, save_async
+    from jaxshard._errors import (
+        CheckpointReplacedError,
+        ConflictError,
+        CorruptionError,
+        DisagreementError,
+        FormatError,
+        JaxshardError,
+        LeafMismatchError,
+        NotCommittedError,
+        NotFoundError,
+        StorageError,
+        StorageTimeoutError,
+        UnsupportedLeafError,
+    )
+    from jaxshard._options import LoadOptions, LoadReport, SaveOptions
+    from jaxshard._policy import Every, Keep
+    from jaxshard._reader import Checkpoint, LeafInfo
+    from jaxshard._resume import ResumeManager
+    from jaxshard._run import Run, open  # noqa: A004
+    from jaxshard._saving import SaveReport
+    from jaxshard._verify import DiffReport, VerifyReport, diff, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointReplacedError",
+    "ConflictError",
+    "CorruptionError",
+    "DiffReport",
+    "DisagreementError",
+    "Every",
+    "FormatError",
+    "JaxshardError",
+    "Keep",
+    "LeafInfo",
+    "LeafMismatchError",
+    "LoadOptions",
+    "LoadReport",
+    "NotCommittedError",
+    "NotFoundError",
+    "PendingSave",
+    "ResumeManager",
+    "Run",
+    "SaveOptions",
+    "SaveReport",
+    "StorageError",
+    "StorageTimeoutError",
+    "UnsupportedLeafError",
+    "VerifyReport",
+    "diff",
+    "load",
+    "open",
+    "save",
+    "save_async",
+    "verify",
+]
+
+# Where each name lives; nothing is imported before it is asked for.
+_ROOMS = {
+    "_checkpoint": ("PendingSave", "load", "save", "save_async"),
+    "_errors": (
+        "CheckpointReplacedError", "ConflictError", "CorruptionError", "DisagreementError",
+        "FormatError", "JaxshardError", "LeafMismatchError", "NotCommittedError", "NotFoundError",
+        "StorageError", "StorageTimeoutError", "UnsupportedLeafError",
+    ),
+    "_options": ("LoadOptions", "LoadReport", "SaveOptions"),
+    "_policy": ("Every", "Keep"),
+    "_reader": ("Checkpoint", "LeafInfo"),
+    "_resume": ("ResumeManager",),
+    "_run": ("Run", "open"),
+    "_saving": ("SaveReport",),
+    "_verify": ("DiffReport", "VerifyReport", "diff", "verify"),
+}  # fmt: skip
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    room = _ROOM_OF.get(name)
+    if room is None:
+        raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"jaxshard.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

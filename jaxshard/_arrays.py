@@ -50,7 +50,7 @@ def describe(name: str, value: Any, *, abstract: bool) -> Described | str:
     if isinstance(value, jax.core.Tracer):
         return "a tracer; save outside of jit, grad and vmap"
     if isinstance(value, jax.Array):
-        if value.is_deleted():
+        if not abstract and value.is_deleted():  # in `like` only its description counts
             return "a deleted jax.Array (donated?); save before the buffer is donated"
         return _describe_jax(name, value)
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -62,9 +62,7 @@ def describe(name: str, value: Any, *, abstract: bool) -> Described | str:
             return f"a NumPy scalar of dtype {value.dtype} cannot be stored"
         dtype = value.dtype.name
         encoded = encode_value("numpy_scalar", value)
-        return Described(
-            LeafSpec(name=name, kind="numpy_scalar", dtype=dtype, value=encoded), None
-        )
+        return Described(LeafSpec(name=name, kind="numpy_scalar", dtype=dtype, value=encoded), None)
     return _describe_other(name, value)
 
 
@@ -292,7 +290,9 @@ def _sharding(
             return "a rule gives a PartitionSpec, but there is no mesh (mesh=, or jax.set_mesh)"
         return _named(known, rule, saved.memory_kind, "the rule")
     if known is not None:
-        return _named(known, PartitionSpec(*(saved.spec or ())), saved.memory_kind, "the saved spec")
+        return _named(
+            known, PartitionSpec(*(saved.spec or ())), saved.memory_kind, "the saved spec"
+        )
     default = jax.config.jax_default_device
     device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
     kind = saved.memory_kind if saved.memory_kind in _memory_kinds(device) else None
@@ -339,9 +339,7 @@ def wanted_boxes(spec: LeafSpec, target: Target) -> list[Box]:
 # Loading: buffers to arrays ------------------------------------------------------------------
 
 
-def to_array(
-    spec: LeafSpec, target: Target, buffers: dict[Box, Array], *, donatable: bool
-) -> Any:
+def to_array(spec: LeafSpec, target: Target, buffers: dict[Box, Array], *, donatable: bool) -> Any:
     """The leaf, from host buffers of `wanted_boxes` in the wanted dtype.
 
     Buffers that are 64-byte aligned become the array on CPU without a copy; nobody may write into
@@ -378,9 +376,7 @@ def _assemble(array: Any, *, weak_type: bool, committed: bool) -> Any:
     from jax._src.array import ArrayImpl  # noqa: PLC0415
     from jax._src.core import ShapedArray  # noqa: PLC0415
 
-    aval = ShapedArray(
-        array.shape, array.dtype, weak_type=weak_type, sharding=array.aval.sharding
-    )
+    aval = ShapedArray(array.shape, array.dtype, weak_type=weak_type, sharding=array.aval.sharding)
     parts = [shard.data for shard in array.addressable_shards]
     return ArrayImpl(aval, array.sharding, parts, committed=committed)
 

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxshard import _loading, _saving, _snapshot
@@ -140,14 +140,15 @@ def save_step_async(
     options: SaveOptions,
     *,
     overwrite: bool = False,
+    then: Callable[[], None] | None = None,
 ) -> "PendingSave":
-    """`save_async` into an open store, with a step."""
+    """`save_async` into an open store, with a step; `then` runs behind it, after the commit."""
     job = _saving.prepare(
         store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
     )
     copy_all = options.snapshot == "copy"
     budget = Budget(_copy_budget(job, copy_all=copy_all))
-    pending = PendingSave(job, budget)
+    pending = PendingSave(job, budget, then)
     pending.fill(
         _snapshot.stage(job.plan, job.tree.leaves, job.values, budget=budget, copy_all=copy_all)
     )
@@ -171,10 +172,14 @@ class PendingSave:
       step: its step, if it has one.
     """
 
-    def __init__(self, job: _saving.SaveJob, budget: Budget) -> None:
+    def __init__(
+        self, job: _saving.SaveJob, budget: Budget, then: Callable[[], None] | None
+    ) -> None:
         self.path = job.store.url
         self.step = job.step
         self._job: _saving.SaveJob | None = job
+        self._began = job.began
+        self._then = then
         self._budget = budget
         self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
         self._blocked_s = 0.0
@@ -186,15 +191,19 @@ class PendingSave:
 
     def fill(self, staged: Iterator[Staged]) -> None:
         """Take the snapshot: hand all values to the writer, waiting when the budget is spent."""
-        assert self._job is not None
-        began = self._job.began
         try:
             for item in staged:
                 self._staged.put(item)
-        finally:
-            self._staged.put(None)
-            self._blocked_s = time.monotonic() - began
-            self._filled.set()
+        except BaseException:
+            self._end_snapshot()
+            self.exception()  # the writer only saw its input end early; the caller gets the cause
+            raise
+        self._end_snapshot()
+
+    def _end_snapshot(self) -> None:
+        self._staged.put(None)
+        self._blocked_s = time.monotonic() - self._began
+        self._filled.set()
 
     def _work(self) -> None:
         assert self._job is not None
@@ -203,6 +212,8 @@ class PendingSave:
             self._filled.wait()
             self._report = _saving.report(self._job, blocked_s=self._blocked_s)
             _log_saved(self._report)
+            if self._then is not None:
+                self._then()
         except BaseException as e:  # noqa: BLE001  (raised by wait, or by the next call)
             self._error = e
             _remember(self)
@@ -292,12 +303,9 @@ def raise_background_errors() -> None:
         raise error
 
 
-_NO_LIKE: Any = object()
-
-
 def load(
     path: PathLike,
-    like: Any = _NO_LIKE,
+    like: Any = None,
     *,
     mesh: Any = None,
     rules: Any = None,
@@ -365,8 +373,7 @@ def load(
         fill_missing=fill_missing,
         options=options,
     )
-    has_like = like is not _NO_LIKE
-    tree, report = _loading.load_tree(open_checkpoint(path), like, request, has_like=has_like)
+    tree, report = _loading.load_tree(open_checkpoint(path), like, request)
     log_loaded(report)
     if options.on_report is not None:
         options.on_report(report)

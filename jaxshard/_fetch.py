@@ -140,7 +140,9 @@ class Source:
         table = self.tables[process]
         tiles = list(_plan.tile_lattice(layout).touching(_plan.piece_lattice(layout).box(piece)))
         first = int(table.first_digest[row])
-        digests = [d.tobytes() for d in table.digests[first : first + int(table.pieces[row]["tiles"])]]
+        digests = [
+            d.tobytes() for d in table.digests[first : first + int(table.pieces[row]["tiles"])]
+        ]
         if len(digests) != len(tiles):
             raise CorruptionError(
                 f"leaf {self.manifest.tree.leaves[leaf].name!r}, piece {piece}: expected "
@@ -215,7 +217,7 @@ class _Assembly:
         self.layout = layout_of(leaf)
         self.leaf = leaf
         self.want = want
-        self.stored_boxes = [stored_box(box, self.layout) for box in want.boxes]
+        self.stored_boxes = [_plan.stored_box(box, self.layout) for box in want.boxes]
         self.pending = 0
         self.sealed = False
         self._buffers: list[Array] | None = None
@@ -257,15 +259,6 @@ class _Assembly:
                 out[box] = _dtypes.from_stored(buffer, str(self.leaf.dtype), per_byte, last)
             self._buffers = None
             self.want.done(out)
-
-
-def stored_box(box: Box, layout: Layout) -> Box:
-    """A box of elements as the box of stored elements that covers it."""
-    k = layout.per_byte
-    if k == 1 or not box.shape:
-        return box
-    start, end = box.offset[-1] // k, -(-box.end[-1] // k)
-    return Box((*box.offset[:-1], start), (*box.shape[:-1], end - start if box.shape[-1] else 0))
 
 
 class _Job:

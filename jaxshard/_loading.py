@@ -111,7 +111,9 @@ class _Load:
         if not self.problems:
             return
         problems = tuple(self.problems)
-        title = f"{self.checkpoint.path}: {len(problems)} differences between what was saved and like:"
+        title = (
+            f"{self.checkpoint.path}: {len(problems)} differences between what was saved and like:"
+        )
         raise LeafMismatchError(
             bullet_list(title, problems),
             mismatches=problems,
@@ -177,20 +179,19 @@ class _Load:
 
 
 def load_tree(
-    checkpoint: Checkpoint, like: Any, request: Request, *, has_like: bool, in_place: bool = False
+    checkpoint: Checkpoint, like: Any, request: Request, *, in_place: bool = False
 ) -> tuple[Any, LoadReport]:
     """Load onto `like`, or without it; see `jaxshard.load`.
 
     Args:
       checkpoint: open.
-      like: tree to load onto, if `has_like` (None is a tree too).
+      like: tree to load onto, or None.
       request: the arguments of the load.
-      has_like: whether there is a `like`.
       in_place: update the NNX objects of `like` instead of making new ones.
     """
     began = time.monotonic()
     load = _Load(checkpoint, request)
-    if has_like:
+    if like is not None:
         flat = _plan_onto(load, like)
         traffic = load.read()
         tree = flat.rebuild(load.values, in_place)

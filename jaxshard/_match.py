@@ -92,7 +92,9 @@ def match(
 def _twice(names: list[str], chosen: set[str]) -> list[str]:
     seen: set[str] = set()
     twice = {n for n in names if n in seen or seen.add(n)}  # type: ignore[func-returns-value]
-    return [f"{name!r}: rename gives this name to more than one leaf" for name in sorted(twice & chosen)]
+    return [
+        f"{name!r}: rename gives this name to more than one leaf" for name in sorted(twice & chosen)
+    ]
 
 
 def _missing(leaf: LeafSpec, extra: list[str]) -> str:

@@ -148,6 +148,25 @@ def tile_lattice(layout: Layout) -> Lattice:
     return Lattice(layout.shape, layout.tile)
 
 
+def stored_box(box: Box, layout: Layout) -> Box:
+    """A box of elements as the box of stored elements that covers it."""
+    k = layout.per_byte
+    if k == 1 or not box.shape:
+        return box
+    start, end = box.offset[-1] // k, -(-box.end[-1] // k)
+    return Box((*box.offset[:-1], start), (*box.shape[:-1], end - start if box.shape[-1] else 0))
+
+
+def element_box(box: Box, layout: Layout, shape: tuple[int, ...]) -> Box:
+    """A box of stored elements as the box of elements of the leaf that it holds."""
+    k = layout.per_byte
+    if k == 1:
+        return box
+    start = box.offset[-1] * k
+    stop = min(box.end[-1] * k, shape[-1])
+    return Box((*box.offset[:-1], start), (*box.shape[:-1], stop - start))
+
+
 # Loading ------------------------------------------------------------------------------------
 
 
@@ -179,7 +198,7 @@ def plan_load(layout: Layout, wanted: Sequence[Box], *, slab_bytes_max: int) -> 
         box = pieces.box(piece)
         hits = [i for i, w in enumerate(wanted) if w.intersect(box)]
         if len(hits) == 1 and wanted[hits[0]].contains(box):
-            for slab in _cut(layout, box, slab_bytes_max):
+            for slab in blocks(layout, box, slab_bytes_max):
                 slabs.append(Slab(slab, piece, hits[0], (hits[0],)))
         else:
             slabs += _tile_by_tile(layout, piece, box, wanted, hits, slab_bytes_max)
@@ -204,7 +223,7 @@ def _tile_by_tile(
         # The tiles wholly inside one box, and in no other, form a rectangle.
         hull = _hull([tiles.box(t) for t in members])
         if hull.size == sum(tiles.box(t).size for t in members):
-            direct = list(_cut(layout, hull, bytes_max))
+            direct = list(blocks(layout, hull, bytes_max))
         else:
             direct = [tiles.box(t) for t in members]
         slabs += [Slab(b, piece, target, (target,)) for b in direct]
@@ -223,7 +242,7 @@ def _hull(boxes: list[Box]) -> Box:
     return Box(start, tuple(map(int.__sub__, end, start)))
 
 
-def _cut(layout: Layout, box: Box, bytes_max: int) -> list[Box]:
+def blocks(layout: Layout, box: Box, bytes_max: int) -> list[Box]:
     """Cut a box of whole tiles into slabs of whole tiles, first axes first."""
     step = list(box.shape)
     for d in range(len(step)):

@@ -3,9 +3,10 @@
 `open_checkpoint` reads the manifest and nothing else; values are read when asked for.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,6 +205,13 @@ class Checkpoint(Mapping[str, Leaf]):
         """Bytes of all elements, those of shared arrays once."""
         return self.source.manifest.nbytes
 
+    def leaf_spec(self, name: str) -> LeafSpec:
+        """Everything the manifest keeps of a leaf; of a shared one, with the layout of the first."""
+        number = self._numbers[name]
+        own = self.source.manifest.tree.leaves[number]
+        first = self.source.leaf(number)
+        return dataclasses.replace(own, layout=first.layout, digest=first.digest)
+
     @property
     def zarr_root(self) -> str:
         """The Zarr v3 group that holds the leaves that are not packed."""
@@ -355,10 +363,20 @@ def step_dirs(store: Store) -> list[StepDir]:
     return sorted(found)
 
 
-def committed_steps(store: Store) -> list[StepDir]:
-    """Committed steps, oldest first; of several versions of a step the newest."""
-    newest = {d.step: d for d in step_dirs(store) if store.size(f"{d.name}/{FILE}") is not None}
+def committed_versions(store: Store) -> list[StepDir]:
+    """All committed directories of steps, oldest first."""
+    return [d for d in step_dirs(store) if store.size(f"{d.name}/{FILE}") is not None]
+
+
+def newest_versions(dirs: Iterable[StepDir]) -> list[StepDir]:
+    """Of several versions of a step the newest; steps rising."""
+    newest = {d.step: d for d in sorted(dirs)}
     return [newest[step] for step in sorted(newest)]
+
+
+def committed_steps(store: Store) -> list[StepDir]:
+    """Committed steps, rising; of several versions of a step the newest."""
+    return newest_versions(committed_versions(store))
 
 
 def newest_step(store: Store) -> str | None:

@@ -168,14 +168,10 @@ def _with_layouts(
         i: _layout(leaves[i], _arrays.partitions(leaves[i], values[i]), path, options)
         for i, path in zip(stored, paths, strict=True)
     }
-    return tuple(
-        dataclasses.replace(leaf, layout=layouts.get(i)) for i, leaf in enumerate(leaves)
-    )
+    return tuple(dataclasses.replace(leaf, layout=layouts.get(i)) for i, leaf in enumerate(leaves))
 
 
-def _layout(
-    leaf: LeafSpec, partitions: tuple[int, ...], path: str, options: SaveOptions
-) -> Layout:
+def _layout(leaf: LeafSpec, partitions: tuple[int, ...], path: str, options: SaveOptions) -> Layout:
     dtype, shape = str(leaf.dtype), leaf.array_shape or ()
     per_byte = _dtypes.elements_per_byte(dtype)
     if not shape or (partitions[-1] > 1 and shape[-1] // partitions[-1] % per_byte):
@@ -238,9 +234,7 @@ def _write(job: SaveJob, staged: Iterable[Staged]) -> None:
         environment=_arrays.environment(),
         compression=job.options.compression,
         tree=dataclasses.replace(job.tree, leaves=record.leaves_with_digests()),
-        processes=(
-            _manifest.ProcessRecord(len(table), _table.digest_of(table).hex()),
-        ),
+        processes=(_manifest.ProcessRecord(len(table), _table.digest_of(table).hex()),),
     )
     _commit.commit(job.store, manifest, overwrite=job.overwrite)
 
@@ -363,9 +357,11 @@ class _Record:
         by_number = {(p.leaf, p.index): p for p in job.plan.pieces}
         pieces = np.zeros(len(self._pieces), _table.PIECE)
         for row, (leaf, index, _, digests) in enumerate(self._pieces):
-            size = job.store.size(_piece_file(job, by_number[leaf, index]))
-            pieces[row] = (leaf, len(digests), index, size or 0)
+            size = self._size(_piece_file(job, by_number[leaf, index]))
+            pieces[row] = (leaf, len(digests), index, size)
         digests = [digest for *_, tiles in self._pieces for _, digest in tiles]
+        for segment in range(job.plan.segments):
+            self._size(_fetch.pack_file(job.attempt, 0, segment))
         entries = np.zeros(len(self._entries), _table.ENTRY)
         for row, (entry, digest) in enumerate(self._entries):
             entries[row] = (entry.leaf, 0, entry.tile, entry.offset, entry.nbytes, digest)
@@ -377,6 +373,17 @@ class _Record:
             job.plan.segment_bytes,
             job.plan.segments,
         )
+
+    def _size(self, file: str) -> int:
+        """Length of a file that was written; it may be gone if somebody took us for dead."""
+        size = self._job.store.size(file)
+        if size is None:
+            raise StorageError(
+                f"{self._job.store.url}: {file!r} was removed while the save was going on",
+                path=self._job.store.url,
+                hint="is another job writing to the same place?",
+            )
+        return size
 
     def leaves_with_digests(self) -> tuple[LeafSpec, ...]:
         """The leaves as the manifest keeps them."""

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _arrays
+from jaxshard import _arrays, _plan
 from jaxshard._boxes import Box
 from jaxshard._fetch import layout_of
 from jaxshard._plan import Entry, Piece, ProcessPlan
-from jaxshard._spec import Layout, LeafSpec
+from jaxshard._spec import LeafSpec
 
 Array = np.ndarray[Any, Any]
 
@@ -84,7 +84,7 @@ def stage(
         leaf = leaves[task.leaf]
         if task.leaf not in shards:
             shards[task.leaf] = {s.box.offset: s for s in _arrays.shards(leaf, values[task.leaf])}
-        box = element_box(task.box, layout_of(leaf), leaf.array_shape or ())
+        box = _plan.element_box(task.box, layout_of(leaf), leaf.array_shape or ())
         shard = _holding(shards[task.leaf], box)
         key = (task.leaf, shard.box.offset)
         if at[0] != key:
@@ -107,16 +107,6 @@ def _nothing() -> None:
 
 def _releaser(budget: Budget, nbytes: int) -> Callable[[], None]:
     return lambda: budget.release(nbytes)
-
-
-def element_box(box: Box, layout: Layout, shape: tuple[int, ...]) -> Box:
-    """A box of stored elements as the box of elements of the leaf that it holds."""
-    k = layout.per_byte
-    if k == 1:
-        return box
-    start = box.offset[-1] * k
-    stop = min(box.end[-1] * k, shape[-1])
-    return Box((*box.offset[:-1], start), (*box.shape[:-1], stop - start))
 
 
 def _holding(shards: dict[tuple[int, ...], _arrays.Shard], box: Box) -> _arrays.Shard:

@@ -40,9 +40,7 @@ def _context(threads: int, mode: str) -> Any:
     )
 
 
-def _open(
-    store: Store, attempt: str, leaf: LeafSpec, compression: str | None, context: Any
-) -> Any:
+def _open(store: Store, attempt: str, leaf: LeafSpec, compression: str | None, context: Any) -> Any:
     import tensorstore as ts  # noqa: PLC0415
 
     layout = leaf.layout

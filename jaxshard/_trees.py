@@ -118,9 +118,7 @@ class _Walker:
             described = _arrays.Described(LeafSpec(name=name, kind="none"), None)
         spec, mesh = described
         if mesh is not None:
-            spec = dataclasses.replace(
-                spec, mesh=self.meshes.setdefault(mesh, len(self.meshes))
-            )
+            spec = dataclasses.replace(spec, mesh=self.meshes.setdefault(mesh, len(self.meshes)))
         if spec.has_array and spec.container is not None:
             first = self._first.setdefault(id(value), number)
             if first != number:
@@ -141,9 +139,7 @@ class _Walker:
             self._visit(child, join(name, component), depth + 1)
             for component, child in zip(names, taken.children, strict=True)
         ]
-        node = Node(
-            taken.type, taken.keys or (), tuple(n for n, _ in visited), taken.class_name
-        )
+        node = Node(taken.type, taken.keys or (), tuple(n for n, _ in visited), taken.class_name)
         rebuilds = [r for _, r in visited]
         return node, lambda values: taken.rebuild([r(values) for r in rebuilds])
 

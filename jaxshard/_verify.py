@@ -1,0 +1,429 @@
+"""`verify` finds every damaged file of a checkpoint; `diff` says in what two checkpoints differ."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxshard import _fetch, _plan, _table, _tensors, _zarr
+from jaxshard._boxes import Box
+from jaxshard._errors import CorruptionError, FormatError, bullet_list
+from jaxshard._manifest import FILE, Manifest
+from jaxshard._reader import Checkpoint, open_checkpoint, size_text
+from jaxshard._spec import LeafSpec
+from jaxshard._store import PathLike, Store, open_store, storage_errors
+
+_BLOCK_BYTES = 16 << 20
+# Names that TensorStore gives to files before it renames them.
+_TEMPORARY = re.compile(r"(\.tmp-[0-9a-f]+|.*\.__lock)$|.*/(\.tmp-[0-9a-f]+|[^/]*\.__lock)$")
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+      kind: `missing`, `length`, `damaged`, `misplaced` or `extra`.
+      file: relative to the checkpoint.
+      leaf: name of the leaf whose data is in the file, if there is one.
+      piece: number of the piece that is in the file, if there is one.
+      message: what is wrong, in words.
+    """
+
+    kind: str
+    file: str
+    leaf: str | None
+    piece: int | None
+    message: str
+
+    def __str__(self) -> str:
+        of = "" if self.leaf is None else f" (leaf {self.leaf!r}"
+        of += ")" if of and self.piece is None else f", piece {self.piece})" if of else ""
+        return f"{self.kind}: {self.file}{of}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes:
+      path: the checkpoint.
+      problems: all that is wrong.
+      leftovers: files of other attempts and temporary ones: harmless.
+      files: number of files that were looked at.
+      nbytes: bytes of elements that were read and compared.
+    """
+
+    path: str
+    problems: tuple[Problem, ...]
+    leftovers: tuple[str, ...]
+    files: int
+    nbytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        looked = f"{self.files} files, {size_text(self.nbytes)} compared"
+        left = f", {len(self.leftovers)} leftover files" if self.leftovers else ""
+        if self.ok:
+            return f"{self.path}: sound ({looked}{left})"
+        title = f"{self.path}: {len(self.problems)} problems ({looked}{left})"
+        return bullet_list(title, tuple(map(str, self.problems)))
+
+
+def verify(path: PathLike, *, read_data: bool = True) -> VerifyReport:
+    """Look for missing, cut, changed, exchanged, stale and extra files.
+
+    Every byte that jaxshard wrote is covered: by the digest of the manifest, the digests of the
+    tables in it, the digests of tiles in those, and checksums in the files.
+
+    Args:
+      path: a committed checkpoint.
+      read_data: False looks at presence and lengths only, and at the small files.
+
+    Returns:
+      All problems, with leaf, piece and file.
+
+    Raises:
+      NotFoundError: nothing is at `path`, or a run directory.
+      NotCommittedError: a save was begun there and never committed.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxshard
+      >>> _ = jaxshard.save("memory://doc/verify", {"w": jnp.ones((2, 3))})
+      >>> jaxshard.verify("memory://doc/verify").ok
+      True
+    """
+    store = open_store(path)
+    try:
+        checkpoint = open_checkpoint(path)
+    except (CorruptionError, FormatError) as e:
+        problem = Problem("damaged", FILE, None, None, str(e).splitlines()[0])
+        return VerifyReport(store.url, (problem,), (), 1, 0)
+    with storage_errors("verifying", store.url):
+        check = _Check(checkpoint.source)
+        check.small_files()
+        if check.tables_sound:
+            check.coverage()
+        check.pieces(read_data=read_data)
+        check.packs(read_data=read_data)
+        leftovers = check.others()
+    return VerifyReport(
+        store.url, tuple(check.problems), tuple(leftovers), len(check.expected), check.nbytes
+    )
+
+
+class _Check:
+    """One verification: what is expected, what was found wrong."""
+
+    def __init__(self, source: _fetch.Source) -> None:
+        self.source = source
+        self.store: Store = source.store
+        self.manifest: Manifest = source.manifest
+        self.attempt = source.manifest.attempt
+        self.problems: list[Problem] = []
+        self.expected: set[str] = {FILE}
+        self.nbytes = 0
+        self.tables_sound = True
+
+    def _problem(
+        self, kind: str, file: str, message: str, leaf: str | None = None, piece: int | None = None
+    ) -> None:
+        self.problems.append(Problem(kind, file, leaf, piece, message))
+
+    # Files whose bytes follow from the manifest
+
+    def small_files(self) -> None:
+        for process in range(len(self.manifest.processes)):
+            self.expected.add(_fetch.table_file(self.attempt, process))
+        try:
+            _ = self.source.tables
+        except CorruptionError as e:
+            self.tables_sound = False
+            kind = "damaged" if self.store.size(e.path or "") is not None else "missing"
+            self._problem(kind, e.path or "tables", str(e).splitlines()[0])
+        for file, text in self._metadata_files():
+            self.expected.add(file)
+            found = self.store.read(file) if self.store.size(file) is not None else None
+            if found is None:
+                self._problem("missing", file, "expected to exist, found nothing")
+            elif found != text:
+                self._problem("damaged", file, "its text is not what the manifest implies")
+
+    def _metadata_files(self) -> Iterator[tuple[str, bytes]]:
+        filed = [leaf for _, leaf in self._filed()]
+        layouts = [_fetch.layout_of(leaf) for leaf in filed]
+        group = _zarr.to_bytes(_zarr.group_metadata())
+        for path in _zarr.group_paths(layouts):
+            yield f"{self.attempt}/data/{path}/zarr.json".replace("//", "/"), group
+        for leaf, layout in zip(filed, layouts, strict=True):
+            metadata = _zarr.array_metadata(leaf, layout, self.manifest.compression)
+            yield f"{self.attempt}/data/{layout.path}/zarr.json", _zarr.to_bytes(metadata)
+        for process, table in enumerate(self._tables()):
+            if table.segments:
+                metadata = _zarr.pack_metadata(table.segment_bytes, table.segments)
+                yield (
+                    f"{_fetch.pack_dir(self.attempt, process)}/zarr.json",
+                    _zarr.to_bytes(metadata),
+                )
+
+    def _filed(self) -> Iterator[tuple[int, LeafSpec]]:
+        for number, leaf in enumerate(self.manifest.tree.leaves):
+            if leaf.layout is not None and not leaf.layout.packed:
+                yield number, leaf
+
+    def _tables(self) -> list[_table.Table]:
+        return self.source.tables if self.tables_sound else []
+
+    # The tables against the manifest
+
+    def coverage(self) -> None:
+        """Every tile of every leaf is in the tables, with the digests that the manifest adds up."""
+        for number, leaf in enumerate(self.manifest.tree.leaves):
+            if leaf.layout is None:
+                continue
+            try:
+                digest = f"{_table.leaf_digest(self._digests(number, leaf)):032x}"
+            except CorruptionError as e:
+                self._problem("damaged", "tables", str(e).splitlines()[0], leaf.name)
+                continue
+            if digest != leaf.digest:
+                self._problem(
+                    "damaged", FILE, f"digest {leaf.digest}, but the tables add up to {digest}",
+                    leaf.name,
+                )  # fmt: skip
+
+    def _digests(self, number: int, leaf: LeafSpec) -> Iterator[tuple[int, bytes]]:
+        layout = _fetch.layout_of(leaf)
+        if layout.packed:
+            for tile in range(_plan.tile_lattice(layout).size):
+                process, row = self.source.entry_row(number, tile)
+                yield tile, self.source.tables[process].entries[row]["digest"].tobytes()
+            return
+        pieces, tiles = _plan.piece_lattice(layout), _plan.tile_lattice(layout)
+        for piece in range(pieces.size):
+            for tile in tiles.touching(pieces.box(piece)):
+                yield tile, self.source.tile_digest(number, piece, tile)
+
+    # Data
+
+    def pieces(self, *, read_data: bool) -> None:
+        for number, leaf in self._filed():
+            layout = _fetch.layout_of(leaf)
+            lattice = _plan.piece_lattice(layout)
+            for piece in range(lattice.size):
+                file = _tensors.piece_file(self.attempt, layout, lattice.position(piece))
+                self.expected.add(file)
+                if self._length_is_right(number, leaf, piece, file) and read_data:
+                    self._read_piece(number, leaf, piece, lattice.box(piece), file)
+
+    def _length_is_right(self, number: int, leaf: LeafSpec, piece: int, file: str) -> bool:
+        found = self.store.size(file)
+        if found is None:
+            self._problem("missing", file, "expected to exist, found nothing", leaf.name, piece)
+            return False
+        if not self.tables_sound:
+            return False  # nothing is left to compare with
+        try:
+            process, row = self.source.piece_row(number, piece)
+        except CorruptionError:
+            return False  # `coverage` has said so
+        expected = int(self.source.tables[process].pieces[row]["file_bytes"])
+        if found != expected:
+            message = f"expected {expected} bytes, found {found}"
+            self._problem("length", file, message, leaf.name, piece)
+        return found == expected
+
+    def _read_piece(self, number: int, leaf: LeafSpec, piece: int, box: Box, file: str) -> None:
+        layout = _fetch.layout_of(leaf)
+        blocks = _plan.blocks(layout, box, _BLOCK_BYTES)
+        wants = [
+            _fetch.Want(
+                number, [_plan.element_box(b, layout, leaf.array_shape or ())], lambda buffers: None
+            )
+            for b in blocks
+        ]
+        try:
+            _fetch.fetch(self.source, wants, host_bytes_max=8 * _BLOCK_BYTES, io_mode="pread")
+            self.nbytes += box.size * layout.itemsize
+        except CorruptionError as e:
+            kind = "misplaced" if "another one's place" in str(e) else "damaged"
+            self._problem(kind, file, str(e).splitlines()[0], leaf.name, piece)
+
+    def packs(self, *, read_data: bool) -> None:
+        for process, table in enumerate(self._tables()):
+            for segment in range(table.segments):
+                file = _fetch.pack_file(self.attempt, process, segment)
+                self.expected.add(file)
+                found = self.store.size(file)
+                if found is None:
+                    self._problem("missing", file, "expected to exist, found nothing")
+                elif found != table.segment_bytes:
+                    message = f"expected {table.segment_bytes} bytes, found {found}"
+                    self._problem("length", file, message)
+                elif read_data:
+                    self._read_segment(table, segment, file)
+
+    def _read_segment(self, table: _table.Table, segment: int, file: str) -> None:
+        data = np.empty(table.segment_bytes, np.uint8)
+        self.store.read_range(file, 0, memoryview(data))
+        start = segment * table.segment_bytes
+        offsets = table.entries["offset"]
+        inside = (offsets >= start) & (offsets < start + table.segment_bytes)
+        position = 0
+        for entry in table.entries[inside]:
+            at, nbytes = int(entry["offset"]) - start, int(entry["nbytes"])
+            self._padding(data[position:at], file, position)
+            position = at + nbytes
+            self.nbytes += nbytes
+            if _table.digest_of(memoryview(data[at:position])) != entry["digest"].tobytes():
+                name = self.manifest.tree.leaves[int(entry["leaf"])].name
+                message = f"tile {int(entry['tile'])} at byte {at} is not what was written"
+                self._problem("damaged", file, message, name)
+        self._padding(data[position:], file, position)
+
+    def _padding(self, gap: Any, file: str, at: int) -> None:
+        if gap.any():
+            self._problem("damaged", file, f"padding at byte {at} is not zero")
+
+    # Files that nobody expects
+
+    def others(self) -> list[str]:
+        """Leftovers; files inside the attempt that do not belong there become problems."""
+        leftovers = []
+        for file in self.store.walk():
+            if file in self.expected:
+                continue
+            if not file.startswith(f"{self.attempt}/") or _TEMPORARY.match(file):
+                leftovers.append(file)
+            elif self.tables_sound or "/packs/" not in file:
+                self._problem("extra", file, "no leaf of the manifest has it")
+        return leftovers
+
+
+# Differences --------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """One leaf that differs: its name and how."""
+
+    name: str
+    what: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiffReport:
+    """What `diff` found.
+
+    Attributes:
+      path_a: the first checkpoint.
+      path_b: the second one.
+      differences: one for each leaf that differs.
+      leaves: number of leaves that were compared.
+      nbytes: bytes of elements that had to be read, where digests could not tell.
+    """
+
+    path_a: str
+    path_b: str
+    differences: tuple[Difference, ...]
+    leaves: int
+    nbytes: int
+
+    @property
+    def identical(self) -> bool:
+        """Whether all leaves have the same names, types and bits."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        pair = f"{self.path_a} and {self.path_b}"
+        if self.identical:
+            return f"{pair}: identical ({self.leaves} leaves)"
+        lines = tuple(f"{d.name!r}: {d.what}" for d in self.differences)
+        return bullet_list(f"{pair}: {len(lines)} of {self.leaves} leaves differ", lines)
+
+
+def diff(path_a: PathLike, path_b: PathLike) -> DiffReport:
+    """Say which leaves differ: in presence, type, shape or bits.
+
+    Where both have the same tiles only digests are compared, and no data is read. Placement
+    (shardings, memory kinds) is not a difference.
+
+    Args:
+      path_a: a committed checkpoint.
+      path_b: another one.
+
+    Raises:
+      NotFoundError: nothing is at one of the paths.
+      NotCommittedError: a save was begun at one of them and never committed.
+      CorruptionError: data that had to be read is damaged.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxshard
+      >>> _ = jaxshard.save("memory://doc/a", {"w": jnp.ones(3), "n": 1})
+      >>> _ = jaxshard.save("memory://doc/b", {"w": jnp.ones(3), "n": 2})
+      >>> print(jaxshard.diff("memory://doc/a", "memory://doc/b"))
+      memory://doc/a and memory://doc/b: 1 of 2 leaves differ
+        - 'n': 1 and 2
+    """
+    a, b = open_checkpoint(path_a), open_checkpoint(path_b)
+    differences: list[Difference] = []
+    names = list(dict.fromkeys([*a, *b]))
+    nbytes = 0
+    for name in names:
+        if name not in a or name not in b:
+            where, leaf = (a, a.leaf_spec(name)) if name in a else (b, b.leaf_spec(name))
+            differences.append(Difference(name, f"{leaf.describe()}, only in {where.path}"))
+            continue
+        what, read = _difference(a, b, name)
+        nbytes += read
+        if what is not None:
+            differences.append(Difference(name, what))
+    return DiffReport(a.path, b.path, tuple(differences), len(names), nbytes)
+
+
+def _difference(a: Checkpoint, b: Checkpoint, name: str) -> tuple[str | None, int]:
+    """How a leaf differs, and how many bytes had to be read to see it."""
+    mine, other = a.leaf_spec(name), b.leaf_spec(name)
+    if mine.describe() != other.describe():
+        return f"{mine.describe()} and {other.describe()}", 0
+    if not mine.has_array or not other.has_array:
+        if (mine.value, mine.has_array) == (other.value, other.has_array):
+            return None, 0
+        return f"{_short(a[name].read())} and {_short(b[name].read())}", 0
+    if mine.array_shape != other.array_shape:
+        return f"{mine.array_shape} and {other.array_shape} bytes", 0
+    grids = [
+        (_fetch.layout_of(leaf).tile, _fetch.layout_of(leaf).per_byte) for leaf in (mine, other)
+    ]
+    if grids[0] == grids[1]:
+        return (None if mine.digest == other.digest else "other bits"), 0
+    return _compare_data(a, b, name, mine)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _compare_data(
+    a: Checkpoint, b: Checkpoint, name: str, leaf: LeafSpec
+) -> tuple[str | None, int]:
+    """Compare block by block; both leaves have the same shape and dtype."""
+    layout = _fetch.layout_of(leaf)
+    shape = leaf.array_shape or ()
+    unequal = 0
+    for block in _plan.blocks(layout, Box.whole(layout.shape), _BLOCK_BYTES):
+        box = _plan.element_box(block, layout, shape)
+        left, right = (_bits(ckpt[name].read(box.slices)) for ckpt in (a, b))
+        unequal += int(np.count_nonzero((left != right).any(axis=-1)))
+    return (f"{unequal} elements have other bits" if unequal else None), 2 * leaf.nbytes
+
+
+def _bits(values: Any) -> Any:
+    """Elements as rows of their bytes."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return flat.view(np.uint8).reshape(flat.size, -1)
