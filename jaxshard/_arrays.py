@@ -107,8 +107,16 @@ def _describe_numpy(name: str, value: Array) -> Described | str:
     return Described(spec, None)
 
 
+def _flag(name: str) -> Any:
+    return getattr(jax.config, name)
+
+
 def _is_key(value: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+    return bool(
+        jax.dtypes.issubdtype(  # type: ignore[attr-defined]
+            value.dtype, jax.dtypes.prng_key
+        )
+    )
 
 
 def _describe_jax(name: str, value: Any) -> Described | str:
@@ -184,7 +192,7 @@ def shards(spec: LeafSpec, value: Any) -> list[Shard]:
     """The distinct shards of a leaf, whatever holds it."""
     shape = spec.array_shape or ()
     if isinstance(value, jax.Array):
-        found = {}
+        found: dict[Box, Shard] = {}
         for shard in _base(value).addressable_shards:
             box = Box.from_slices(shard.index, shape)
             found.setdefault(box, Shard(box, functools.partial(np.asarray, shard.data)))
@@ -228,7 +236,7 @@ def current_mesh() -> Mesh | None:
 
     for mesh in (mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env.physical_mesh):
         if mesh is not None and not mesh.empty:
-            return mesh  # type: ignore[no-any-return]
+            return mesh
     return None
 
 
@@ -265,7 +273,7 @@ def target(
     if isinstance(found, str):
         return found
     sharding, committed = found
-    if saved.kind != "key" and saved.dtype in _WIDE and not jax.config.jax_enable_x64:
+    if saved.kind != "key" and saved.dtype in _WIDE and not _flag("jax_enable_x64"):
         return f"saved {saved.describe()}, but 64-bit types are off (jax_enable_x64=True keeps it)"
     reasons: list[str] = []
     with _reason(reasons):
@@ -279,21 +287,19 @@ def _sharding(
 ) -> tuple[Any, bool] | str:
     """(sharding, committed) in the order that the documentation of `load` gives."""
     wanted = like.sharding if isinstance(like, (jax.Array, jax.ShapeDtypeStruct)) else None
-    abstract = isinstance(wanted, NamedSharding) and isinstance(wanted.mesh, AbstractMesh)
-    if wanted is not None and not abstract:
-        return wanted, is_committed(like)
     known = mesh if mesh is not None else current_mesh()
-    if abstract:
+    if isinstance(wanted, NamedSharding) and isinstance(wanted.mesh, AbstractMesh):
         return _on_known_mesh(wanted, known)
+    if wanted is not None:
+        return wanted, is_committed(like)
     if rule is not None:
         if known is None:
             return "a rule gives a PartitionSpec, but there is no mesh (mesh=, or jax.set_mesh)"
         return _named(known, rule, saved.memory_kind, "the rule")
     if known is not None:
-        return _named(
-            known, PartitionSpec(*(saved.spec or ())), saved.memory_kind, "the saved spec"
-        )
-    default = jax.config.jax_default_device
+        spec = PartitionSpec(*(saved.spec or ()))  # type: ignore[no-untyped-call]
+        return _named(known, spec, saved.memory_kind, "the saved spec")
+    default = _flag("jax_default_device")
     device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
     kind = saved.memory_kind if saved.memory_kind in _memory_kinds(device) else None
     return SingleDeviceSharding(device, memory_kind=kind), saved.committed and saved_mesh is None
@@ -333,7 +339,11 @@ def wanted_boxes(spec: LeafSpec, target: Target) -> list[Box]:
     if target.sharding is None:
         return [Box.whole(shape)]
     indices = target.sharding.addressable_devices_indices_map(shape)
-    return list(dict.fromkeys(Box.from_slices(index, shape) for index in indices.values()))
+    return list(
+        dict.fromkeys(
+            Box.from_slices(index, shape) for index in indices.values() if index is not None
+        )
+    )
 
 
 # Loading: buffers to arrays ------------------------------------------------------------------
@@ -358,7 +368,7 @@ def to_array(spec: LeafSpec, target: Target, buffers: dict[Box, Array], *, donat
         array = jax.make_array_from_single_device_arrays(shape, target.sharding, parts)
     else:
         array = jax.make_array_from_callback(
-            shape, target.sharding, lambda index: buffers[Box.from_slices(index, shape)]
+            shape, target.sharding, lambda index: buffers[Box.from_slices(index or (), shape)]
         )
     if target.weak_type or not target.committed:
         array = _assemble(array, weak_type=target.weak_type, committed=target.committed)
@@ -407,9 +417,9 @@ def environment() -> dict[str, Any]:
         "device_kind": jax.local_devices()[0].device_kind,
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
-        "enable_x64": bool(jax.config.jax_enable_x64),
-        "threefry_partitionable": bool(jax.config.jax_threefry_partitionable),
-        "default_prng_impl": str(jax.config.jax_default_prng_impl),
-        "default_matmul_precision": jax.config.jax_default_matmul_precision,
+        "enable_x64": bool(_flag("jax_enable_x64")),
+        "threefry_partitionable": bool(_flag("jax_threefry_partitionable")),
+        "default_prng_impl": str(_flag("jax_default_prng_impl")),
+        "default_matmul_precision": _flag("jax_default_matmul_precision"),
         "xla_flags": environ.get("XLA_FLAGS", ""),
     }

@@ -87,7 +87,7 @@ class Lattice(NamedTuple):
             coordinates.append(here)
         return tuple(reversed(coordinates))
 
-    def index(self, position: tuple[int, ...]) -> int:
+    def number(self, position: tuple[int, ...]) -> int:
         """Cell coordinates to cell number."""
         index = 0
         for here, count in zip(position, self.counts, strict=True):
@@ -112,7 +112,7 @@ class Lattice(NamedTuple):
             range(o // c, (e - 1) // c + 1)
             for o, e, c in zip(box.offset, box.end, self.cell, strict=True)
         )
-        return map(self.index, itertools.product(*ranges))
+        return map(self.number, itertools.product(*ranges))
 
 
 def covers_exactly_once(boxes: Iterable[Box], outer: Box) -> bool:

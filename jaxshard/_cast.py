@@ -28,7 +28,8 @@ def convert(values: Array, wanted: str) -> Array:
         raise ValueError(f"{values.dtype} is never converted to {target}")
     if source_kind == target_kind != "int" or (source_kind, target_kind) == ("float", "complex"):
         with np.errstate(all="ignore"):
-            return values.astype(target)
+            rounded: Array = values.astype(target)
+            return rounded
     return _exactly(values, target)
 
 
@@ -56,7 +57,7 @@ def _convert_chunk(flat: Array, out: Array, part: slice) -> Array:
             low, high = _int_range(target)
             inside = (wide >= float(low)) & (wide < float(high) + 1) & (np.trunc(wide) == wide)
             out[part] = np.where(inside, wide, 0).astype(target)
-            return inside
+            return np.asarray(inside, bool)
         exact = values.astype(object)
         if _kind(target) == "int":
             low, high = _int_range(target)
@@ -64,7 +65,8 @@ def _convert_chunk(flat: Array, out: Array, part: slice) -> Array:
             out[part] = np.where(inside, values, np.zeros_like(values)).astype(target)
             return inside
         out[part] = values.astype(target)
-        return np.asarray(_back_to_int(out[part]) == exact, bool)
+        same: Array = np.asarray(_back_to_int(out[part]) == exact, bool)
+        return same
 
 
 def _back_to_int(values: Array) -> Array:

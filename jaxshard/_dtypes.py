@@ -13,12 +13,36 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-_NATIVE = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64", "complex128"]
+_NATIVE = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 _SUB_BYTE_BITS = {
     "int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4,
     "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6,
 }  # fmt: skip
-_BYTE_FLOATS = ["float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
+_BYTE_FLOATS = [
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
 _EXTENDED = ["bfloat16", *_BYTE_FLOATS, *_SUB_BYTE_BITS]
 _CARRIER = {"float8_e4m3", *_SUB_BYTE_BITS}  # TensorStore's zarr3 driver has no name for the first
 
@@ -84,7 +108,8 @@ def to_stored(array: np.ndarray[Any, Any], name: str, per_byte: int) -> np.ndarr
     padded = np.zeros((*array.shape[:-1], -(-n // per_byte), per_byte), np.uint8)
     padded.reshape(*array.shape[:-1], -1)[..., :n] = raw
     shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits(name))
-    return np.bitwise_or.reduce(padded << shifts, axis=-1)
+    packed: np.ndarray[Any, Any] = np.bitwise_or.reduce(padded << shifts, axis=-1)
+    return packed
 
 
 def from_stored(

@@ -1,15 +1,15 @@
 """The error tree, and one stable code for every way to fail.
 
     JaxshardError
-    ├── NotFoundError          (also FileNotFoundError)  nothing is there, or a run where a checkpoint is wanted
+    ├── NotFoundError          (also FileNotFoundError)  nothing is there, or a run
     ├── NotCommittedError      an attempt is there, its manifest is not
-    ├── ConflictError          (also FileExistsError)    something is there that must not be overwritten
-    ├── CheckpointReplacedError  the open checkpoint was replaced or deleted by a writer
+    ├── ConflictError          (also FileExistsError)    something is there already
+    ├── CheckpointReplacedError  what was opened is gone
     ├── LeafMismatchError      (also ValueError)         the checkpoint is not what `like` asks for
     ├── UnsupportedLeafError   (also TypeError)          the tree holds what cannot be stored
     ├── CorruptionError        bytes are missing, cut, changed or in the wrong place
     ├── FormatError            a newer, foreign or hostile file
-    ├── StorageError           (also OSError)            the environment: disk full, permission, time-out
+    ├── StorageError           (also OSError)            disk full, permission, I/O error
     │   └── StorageTimeoutError  (also TimeoutError)
     └── DisagreementError      processes do not agree, or are more than this version serves
 

@@ -231,8 +231,8 @@ class _Assembly:
 
     def part(self, target: int, box: Box) -> Array:
         """View of one buffer at a box of the array."""
-        here = self.buffers[target]
-        return here[box.relative_to(self.stored_boxes[target]).slices]
+        part: Array = self.buffers[target][box.relative_to(self.stored_boxes[target]).slices]
+        return part
 
     def scatter(self, values: Array, box: Box, targets: Iterable[int]) -> None:
         """Copy what several buffers need of a tile."""
@@ -445,7 +445,7 @@ class _Job:
                 hint=_HINT,
             )
         data = np.empty(nbytes, np.uint8)
-        self.source.store.read_range(file, offset, memoryview(data))
+        self.source.store.read_range(file, offset, data.data)
         return data
 
     def _place(
@@ -455,7 +455,7 @@ class _Job:
         tile = int(entry["tile"])
         box = _plan.tile_lattice(layout).box(tile)
         fits = len(data) == box.size * layout.itemsize
-        if not fits or digest_of(memoryview(data)) != entry["digest"].tobytes():
+        if not fits or digest_of(data) != entry["digest"].tobytes():
             raise self._wrong(leaf, file, tile)
         values = data.view(_dtypes.numpy_dtype(layout.dtype)).reshape(box.shape)
         hits = [i for i, b in enumerate(assembly.stored_boxes) if b.intersect(box)]

@@ -13,31 +13,31 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_TOKEN = re.compile(r"\*\*|\*|\{[^{}]*\}|[{}]|[^*{}]+")
+_SYMBOL = re.compile(r"\*\*|\*|\{[^{}]*\}|[{}]|[^*{}]+")
 
 
 @functools.lru_cache(maxsize=4096)
 def _compile(pattern: str) -> re.Pattern[str]:
     parts: list[str] = []
-    tokens = _TOKEN.findall(pattern)
-    for i, token in enumerate(tokens):
-        if token == "**":
+    symbols = _SYMBOL.findall(pattern)
+    for i, symbol in enumerate(symbols):
+        if symbol == "**":
             parts.append("(.*)")
-        elif token == "*":
+        elif symbol == "*":
             parts.append("([^/]*)")
-        elif token in ("{", "}"):
+        elif symbol in ("{", "}"):
             raise ValueError(
                 f"pattern {pattern!r}: braces must be paired and must not nest\n"
                 "hint: alternatives are written {a,b}"
             )
-        elif token.startswith("{"):
-            parts.append("(" + "|".join(map(re.escape, token[1:-1].split(","))) + ")")
+        elif symbol.startswith("{"):
+            parts.append("(" + "|".join(map(re.escape, symbol[1:-1].split(","))) + ")")
         else:
             # `a/**` also matches `a`, and `**/a` also matches `a`: the slash belongs to the `**`.
-            text = re.escape(token)
-            if token.endswith("/") and tokens[i + 1 : i + 2] == ["**"] and i + 2 == len(tokens):
+            text = re.escape(symbol)
+            if symbol.endswith("/") and symbols[i + 1 : i + 2] == ["**"] and i + 2 == len(symbols):
                 parts.append(text[:-1] + "(?:/|$)")
-            elif token.startswith("/") and tokens[:i] == ["**"]:
+            elif symbol.startswith("/") and symbols[:i] == ["**"]:
                 parts.append("(?:^|/)" + text[1:])
             else:
                 parts.append(text)

@@ -29,14 +29,14 @@ class Holders(NamedTuple):
         position = tuple(
             o * p // n for o, p, n in zip(box.offset, self.partitions, shape, strict=True)
         )
-        return self.processes[Lattice(self.partitions, (1,) * len(position)).index(position)]
+        return self.processes[Lattice(self.partitions, (1,) * len(position)).number(position)]
 
 
 class Piece(NamedTuple):
-    """A box that one process writes as one file; `index` counts pieces of the leaf in C order."""
+    """A box that one process writes as one file; `number` counts pieces of the leaf in C order."""
 
     leaf: int
-    index: int
+    number: int
     box: Box
     nbytes: int
 
@@ -105,7 +105,7 @@ def plan_save(
 def _process_plan(
     leaves: Sequence[LeafSpec], filed: list[Piece], packed: list[Piece], segment_bytes_max: int
 ) -> ProcessPlan:
-    filed.sort(key=lambda p: (-p.nbytes, p.leaf, p.index))
+    filed.sort(key=lambda p: (-p.nbytes, p.leaf, p.number))
     boxes = [
         (piece.leaf, tile, tiles.box(tile))
         for piece in packed
@@ -198,8 +198,9 @@ def plan_load(layout: Layout, wanted: Sequence[Box], *, slab_bytes_max: int) -> 
         box = pieces.box(piece)
         hits = [i for i, w in enumerate(wanted) if w.intersect(box)]
         if len(hits) == 1 and wanted[hits[0]].contains(box):
-            for slab in blocks(layout, box, slab_bytes_max):
-                slabs.append(Slab(slab, piece, hits[0], (hits[0],)))
+            only = hits[0]
+            cuts = blocks(layout, box, slab_bytes_max)
+            slabs += [Slab(cut, piece, only, (only,)) for cut in cuts]
         else:
             slabs += _tile_by_tile(layout, piece, box, wanted, hits, slab_bytes_max)
     return slabs

@@ -146,7 +146,9 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
         parts.append(Ellipsis)
     at = parts.index(Ellipsis)
     parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
-    offset, size, local = [], [], []
+    offset: list[int] = []
+    size: list[int] = []
+    local: list[int | slice] = []
     for part, n in zip(parts, shape, strict=True):
         if isinstance(part, slice):
             start, stop, step = part.indices(n)
@@ -206,7 +208,7 @@ class Checkpoint(Mapping[str, Leaf]):
         return self.source.manifest.nbytes
 
     def leaf_spec(self, name: str) -> LeafSpec:
-        """Everything the manifest keeps of a leaf; of a shared one, with the layout of the first."""
+        """All that the manifest keeps of a leaf; of a shared one, with the first one's layout."""
         number = self._numbers[name]
         own = self.source.manifest.tree.leaves[number]
         first = self.source.leaf(number)

@@ -63,7 +63,8 @@ class ResumeManager:
     Example:
       >>> import jax, jax.numpy as jnp, jaxshard
       >>> def train(total):
-      ...     with jaxshard.ResumeManager("memory://doc/resume", when=jaxshard.Every(steps=5)) as run:
+      ...     every_5 = jaxshard.Every(steps=5)
+      ...     with jaxshard.ResumeManager("memory://doc/resume", when=every_5) as run:
       ...         state, begin = run.resume({"w": jnp.zeros(()), "rng": jax.random.key(0)})
       ...         for step in run.steps(total):
       ...             state = {**state, "w": state["w"] + 1}
@@ -281,7 +282,7 @@ class ResumeManager:
             )
 
     def _tidy(self, step_dir: StepDir) -> None:
-        """Behind a save, in its thread: delete what is not kept. Failing at that is no failed save."""
+        """Behind a save, in its thread: delete what is not kept; failing at it fails no save."""
         try:
             gone = _run.tidy(self._store, step_dir, self._keep, self._bad)
         except (OSError, JaxshardError) as e:

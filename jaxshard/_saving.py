@@ -262,7 +262,7 @@ def _directories(job: SaveJob) -> list[str]:
 
 def _piece_file(job: SaveJob, piece: _plan.Piece) -> str:
     layout = _fetch.layout_of(job.tree.leaves[piece.leaf])
-    position = _plan.piece_lattice(layout).position(piece.index)
+    position = _plan.piece_lattice(layout).position(piece.number)
     return _tensors.piece_file(job.attempt, layout, position)
 
 
@@ -293,7 +293,7 @@ class _Record:
         def start() -> _transfer.Future:
             values = _dtypes.to_stored(staged.values, str(leaf.dtype), layout.per_byte)
             digests = _tensors.tile_digests(values, piece.box, _plan.tile_lattice(layout))
-            self._pieces.append((piece.leaf, piece.index, len(self._pieces), digests))
+            self._pieces.append((piece.leaf, piece.number, len(self._pieces), digests))
             if piece.leaf not in self._arrays:
                 self._arrays[piece.leaf] = _tensors.open_for_writing(
                     job.store, job.attempt, leaf, job.options.compression
@@ -347,19 +347,19 @@ class _Record:
         raw = _tensors.raw_bytes(values)
         self._entries.append((entry, _table.digest_of(raw)))
         at = entry.offset - start
-        buffer[at : at + entry.nbytes] = np.frombuffer(raw, np.uint8)
+        buffer[at : at + entry.nbytes] = raw
         staged.release()
 
     def table(self) -> _table.Table:
         """The table of this process; every file is durable by now."""
         job = self._job
         self._pieces.sort()
-        by_number = {(p.leaf, p.index): p for p in job.plan.pieces}
+        by_number = {(p.leaf, p.number): p for p in job.plan.pieces}
         pieces = np.zeros(len(self._pieces), _table.PIECE)
         for row, (leaf, index, _, digests) in enumerate(self._pieces):
             size = self._size(_piece_file(job, by_number[leaf, index]))
             pieces[row] = (leaf, len(digests), index, size)
-        digests = [digest for *_, tiles in self._pieces for _, digest in tiles]
+        tile_digests = [digest for *_, tiles in self._pieces for _, digest in tiles]
         for segment in range(job.plan.segments):
             self._size(_fetch.pack_file(job.attempt, 0, segment))
         entries = np.zeros(len(self._entries), _table.ENTRY)
@@ -368,7 +368,7 @@ class _Record:
         return _table.Table(
             0,
             pieces,
-            np.frombuffer(b"".join(digests), _table.DIGEST),
+            np.frombuffer(b"".join(tile_digests), _table.DIGEST),
             entries,
             job.plan.segment_bytes,
             job.plan.segments,

@@ -20,6 +20,8 @@ from jaxshard._plan import Entry, Piece, ProcessPlan
 from jaxshard._spec import LeafSpec
 
 Array = np.ndarray[Any, Any]
+_CGROUP = "/sys/fs/cgroup"
+_UNKNOWN_FREE_BYTES = 4 << 30
 
 
 class Staged(NamedTuple):
@@ -80,7 +82,8 @@ def stage(
     """
     shards: dict[int, dict[tuple[int, ...], _arrays.Shard]] = {}
     at: tuple[Any, Array | None] = (None, None)
-    for task in [*plan.pieces, *plan.entries]:
+    tasks: list[Piece | Entry] = [*plan.pieces, *plan.entries]
+    for task in tasks:
         leaf = leaves[task.leaf]
         if task.leaf not in shards:
             shards[task.leaf] = {s.box.offset: s for s in _arrays.shards(leaf, values[task.leaf])}
@@ -126,17 +129,18 @@ def copied_bytes(leaves: Sequence[LeafSpec], values: Sequence[Any], *, copy_all:
 
 def free_host_bytes() -> int:
     """Host memory that can still be taken, within the cgroup of this process."""
-    found = []
-    for line in Path("/proc/meminfo").read_text().splitlines() if _exists("/proc/meminfo") else []:
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) << 10)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if _exists(str(limit)) and _exists(str(used)):
-        text = limit.read_text().strip()
-        if text.isdigit():
-            found.append(int(text) - int(used.read_text()))
-    return max(0, min(found, default=4 << 30))
+    fields = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
+    available = fields.get("MemAvailable", "").split()
+    found = [int(available[0]) << 10] if available else []
+    limit, used = _text(f"{_CGROUP}/memory.max").strip(), _text(f"{_CGROUP}/memory.current")
+    if limit.isdigit() and used:
+        found.append(int(limit) - int(used))
+    return max(0, min(found, default=_UNKNOWN_FREE_BYTES))
 
 
-def _exists(path: str) -> bool:
-    return Path(path).exists()
+def _text(path: str) -> str:
+    """A file of the kernel; empty where there is none (not on Linux, or another cgroup version)."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -163,7 +163,7 @@ class LocalStore:
     def entries(self) -> list[str]:
         """Names of what is directly here."""
         try:
-            return sorted(os.listdir(self._root))
+            return sorted(p.name for p in self._root.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -196,7 +196,7 @@ class LocalStore:
         _durable.remove_tree(self._root / key if key else self._root)
 
     def free_bytes(self) -> int | None:
-        """Free space, as far as this user may take it, of the disk that would hold the directory."""
+        """Space that this user may still take on the disk of the directory."""
         here = self._root
         while not here.exists():
             here = here.parent

@@ -84,7 +84,8 @@ class Table:
     def first_digest(self) -> np.ndarray[Any, Any]:
         """`[n]` position in `digests` of the first tile of each piece."""
         tiles = self.pieces["tiles"].astype(np.int64)
-        return np.cumsum(tiles) - tiles
+        first: np.ndarray[Any, Any] = np.cumsum(tiles) - tiles
+        return first
 
 
 def _damaged(file: str, why: str) -> CorruptionError:
@@ -97,7 +98,7 @@ def _damaged(file: str, why: str) -> CorruptionError:
 
 
 def digest_of(data: Any) -> bytes:
-    """xxh3-128 of contiguous bytes, 16 bytes big-endian (the canonical form)."""
+    """xxh3-128 of contiguous bytes (any buffer), 16 bytes big-endian (the canonical form)."""
     return xxhash.xxh3_128_digest(data)
 
 

@@ -32,7 +32,7 @@ def _context(threads: int, mode: str) -> Any:
     return ts.Context(
         {
             "file_io_concurrency": {"limit": threads},
-            # TensorStore's lock files outlive a kill, and a stale longer one corrupted the next file.
+            # Lock files outlive a kill, and a stale longer one corrupted the file after it.
             "file_io_locking": {"mode": "none"},
             "file_io_mode": {"mode": mode},
             "cache_pool": {"total_bytes_limit": 0},
@@ -149,10 +149,9 @@ def write_error(error: Exception, name: str, file: str) -> Exception:
 # Digests ------------------------------------------------------------------------------------
 
 
-def raw_bytes(values: Array) -> memoryview:
-    """The elements of an array in C order, as bytes; copied only if they are not contiguous."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    return memoryview(flat.view(np.uint8))
+def raw_bytes(values: Array) -> Array:
+    """`[nbytes]` of uint8: the elements in C order; copied only if they are not contiguous."""
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
 def tile_digests(values: Array, box: Box, tiles: Lattice) -> list[tuple[int, bytes]]:

@@ -4,6 +4,7 @@ One loop in the calling thread over futures of TensorStore's own pool: no event 
 ours. Requests are made lazily, so that what they hold in memory is bounded too.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -82,7 +83,5 @@ def _finish(
 
 def _settle(future: Future) -> None:
     """Wait for what can no longer be stopped; its outcome does not matter any more."""
-    try:
+    with contextlib.suppress(Exception):  # the first error is on its way
         future.result(5.0)
-    except Exception:  # noqa: BLE001, S110  (the first error is on its way)
-        pass

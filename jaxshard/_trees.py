@@ -7,6 +7,7 @@ a description alone. What cannot be stored is collected, not raised one by one.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -226,7 +227,7 @@ def _registered_parts(here: Any) -> _Parts | None:
         "items" if numbered else "object",
         None if numbered else tuple(keys),
         children,
-        treedef.unflatten,
+        functools.partial(jax.tree_util.tree_unflatten, treedef),
         _class_name(here),
     )
 
@@ -276,7 +277,7 @@ def _build(node: Node | int, values: list[Any]) -> Any:
 def _fresh_namedtuple(node: Node) -> Any:
     name = (node.class_name or "Saved").rpartition(".")[2]
     try:
-        return collections.namedtuple(name, node.keys)  # type: ignore[misc]  # noqa: PYI024
+        return collections.namedtuple(name, node.keys)  # noqa: PYI024
     except (ValueError, TypeError) as e:
         fields = ", ".join(key_text(k) for k in node.keys)
         raise FormatError(f"the manifest has a named tuple {name!r:.80} of {fields:.80}") from e
@@ -291,7 +292,7 @@ def renamed_spec(spec: TreeSpec, names: list[str]) -> TreeSpec:
         for part in parents:
             here = here.setdefault(part, {})
             if not isinstance(here, dict):
-                raise ValueError(f"rename: {name!r} lies below another leaf")
+                raise ValueError(f"rename: {name!r} lies below another leaf")  # noqa: TRY004
         here[last] = number
     return dataclasses.replace(spec, root=_nested_node(nested))
 

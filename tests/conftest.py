@@ -8,7 +8,7 @@ if "xla_force_host_platform_device_count" not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import pytest
+import pytest  # noqa: E402  (XLA reads its flags when jax is imported)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def need_tool():
-    """`need_tool("strace")` skips the test where the tool is absent, or fails if it must be there."""
+    """`need_tool("strace")` skips where the tool is absent, or fails if it must be there."""
 
     def need(name: str) -> str:
         found = shutil.which(name)
