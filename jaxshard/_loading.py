@@ -58,6 +58,7 @@ class _Load:
         self.filled: list[str] = []
         self.cast: list[str] = []
         self.values: list[Any] = []
+        self.kept: frozenset[int] = frozenset()  # ids of values of like that stay in the result
         self._slots: dict[Any, _Slot] = {}
         self._releases: dict[int, Any] = {}
 
@@ -175,8 +176,6 @@ class _Load:
             if like is not None and id(like) not in self.kept:
                 _arrays.release(like)
 
-    kept: frozenset[int] = frozenset()
-
 
 def load_tree(
     checkpoint: Checkpoint, like: Any, request: Request, *, in_place: bool = False
@@ -224,11 +223,8 @@ def _plan_onto(load: _Load, like: Any) -> _trees.FlatTree:
     )
     load.problems += matching.problems
     load.values = list(flat.values)
-    load.kept = frozenset(
-        id(value)
-        for number, value in enumerate(flat.values)
-        if number not in {mine for mine, _ in matching.pairs}
-    )
+    replaced = {mine for mine, _ in matching.pairs}
+    load.kept = frozenset(id(v) for i, v in enumerate(flat.values) if i not in replaced)
     for number in matching.missing:
         leaf, value = flat.spec.leaves[number], flat.values[number]
         if leaf.kind == "function":
@@ -236,10 +232,9 @@ def _plan_onto(load: _Load, like: Any) -> _trees.FlatTree:
         if request.fill_missing and isinstance(value, jax.ShapeDtypeStruct):
             load.problems.append(f"{leaf.name!r}: missing, and like is abstract: no value to keep")
         load.filled.append(leaf.name)
-    differing = {problem.split(":", 1)[0] for problem in matching.problems}
     for mine, saved in matching.pairs:
         leaf = flat.spec.leaves[mine]
-        if leaf.kind != "function" and repr(leaf.name) not in differing:
+        if leaf.kind != "function":
             load.want(saved, mine, flat.values[mine], leaf, leaf.name)
     load.raise_problems()
     return flat

@@ -21,15 +21,13 @@ class Matching:
     """What to load for each leaf of `like`.
 
     Attributes:
-      pairs: (number in `like`, number in the checkpoint) of every leaf to load.
+      pairs: (number in `like`, number in the checkpoint) of every leaf that can be loaded.
       missing: numbers in `like` of selected leaves that the checkpoint lacks.
-      cast: pairs whose elements must be converted.
       problems: one sentence for each difference; empty if all is well.
     """
 
     pairs: list[tuple[int, int]]
     missing: list[int]
-    cast: set[tuple[int, int]]
     problems: list[str]
 
 
@@ -63,7 +61,7 @@ def match(
     chosen = selected([*names, *like_names], None if select is None else list(select))
     problems = _twice(names, chosen)
     by_name = {name: number for number, name in enumerate(names) if name in chosen}
-    pairs, missing, to_cast = [], [], set()
+    pairs, missing = [], []
     for number, leaf in enumerate(like.leaves):
         if leaf.name not in chosen:
             continue
@@ -71,12 +69,11 @@ def match(
         if found is None:
             missing.append(number)
             continue
-        pairs.append((number, found))
         why = _difference(saved.leaves[found], leaf, cast=cast)
-        if why:
+        if why is None:
+            pairs.append((number, found))
+        else:
             problems.append(f"{leaf.name!r}: {why}")
-        elif saved.leaves[found].dtype != leaf.dtype and saved.leaves[found].has_array:
-            to_cast.add((number, found))
     extra = [n for n in by_name if saved.leaves[by_name[n]].kind != "function"]
     lost = [like.leaves[n] for n in missing if like.leaves[n].kind != "function"]
     if not fill_missing:
@@ -86,7 +83,7 @@ def match(
     ]
     if select is None and not rename:
         problems += _containers(saved, like, fill_missing=fill_missing)
-    return Matching(pairs, missing, to_cast, problems)
+    return Matching(pairs, missing, problems)
 
 
 def _twice(names: list[str], chosen: set[str]) -> list[str]:

@@ -261,20 +261,20 @@ class ResumeManager:
             self._options,
             then=lambda: self._tidy(step_dir),
         )
-        self._last = step
-        self._pending = pending
-        if wait:
-            self._pending = None
-            try:
-                pending.wait()
-            finally:
-                self._count(pending)
+        if not wait:
+            self._pending = pending
+            return pending
+        error = self._note(pending)
+        if error is not None:
+            raise error
         return pending
 
     def _require_larger(self, step: int) -> None:
-        if step <= self._last:
+        running = 0 if self._pending is None else self._pending.step or 0
+        last = max(self._last, running)
+        if step <= last:
             raise ConflictError(
-                f"{self.path}: expected a step larger than {self._last}, found {step}",
+                f"{self.path}: expected a step larger than {last}, found {step}",
                 kind=Kind.STEP_ORDER,
                 path=self.path,
                 step=step,
@@ -297,13 +297,21 @@ class ResumeManager:
             pending, self._pending = self._pending, None
             self._count(pending)
 
-    def _count(self, pending: PendingSave) -> None:
+    def _note(self, pending: PendingSave) -> BaseException | None:
+        """Wait for a save, remember how it ended, and return its error."""
         error = pending.exception()
         if error is None:
             self._failures = 0
+            self._last = max(self._last, pending.step or 0)
             self._history.append(SavedStep(pending.step or 0, time.monotonic()))
+        else:
+            self._failures += 1
+        return error
+
+    def _count(self, pending: PendingSave) -> None:
+        error = self._note(pending)
+        if error is None:
             return
-        self._failures += 1
         if self._on_save_error == "raise" or not isinstance(error, JaxshardError):
             raise error
         if self._failures >= _FAILURES_MAX:

@@ -58,7 +58,8 @@ def flatten(tree: Any, *, abstract: bool = False) -> FlatTree:
     if walker.offenders:
         raise UnsupportedLeafError(
             bullet_list(
-                f"{len(walker.offenders)} leaves cannot be stored; nothing was written:",
+                f"{len(walker.offenders)} leaves cannot be "
+                + ("loaded onto:" if abstract else "stored; nothing was written:"),
                 tuple(walker.offenders),
             ),
             offenders=tuple(walker.offenders),

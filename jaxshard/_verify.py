@@ -259,12 +259,20 @@ class _Check:
                 self.expected.add(file)
                 found = self.store.size(file)
                 if found is None:
-                    self._problem("missing", file, "expected to exist, found nothing")
+                    self._pack_problem("missing", table, segment, file, "found nothing")
                 elif found != table.segment_bytes:
-                    message = f"expected {table.segment_bytes} bytes, found {found}"
-                    self._problem("length", file, message)
+                    self._pack_problem("length", table, segment, file, f"found {found} bytes")
                 elif read_data:
                     self._read_segment(table, segment, file)
+
+    def _pack_problem(
+        self, kind: str, table: _table.Table, segment: int, file: str, found: str
+    ) -> None:
+        """One problem for each leaf that has a part in a pack file that is missing or cut."""
+        inside = table.entries["offset"] // table.segment_bytes == segment
+        for leaf in sorted(set(table.entries["leaf"][inside].tolist())):
+            name = self.manifest.tree.leaves[leaf].name
+            self._problem(kind, file, f"expected {table.segment_bytes} bytes, {found}", name)
 
     def _read_segment(self, table: _table.Table, segment: int, file: str) -> None:
         data = np.empty(table.segment_bytes, np.uint8)
