@@ -9,7 +9,10 @@ operation on the device. Tried with jax 0.8.0 to 0.10.2.
 import contextlib
 import enum
 import functools
+import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
@@ -403,15 +406,16 @@ def text_of(spec: LeafSpec, raw: Array) -> str | bytes:
     return data.decode("utf-8", "surrogatepass") if spec.kind == "str" else data
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    packages = ("jax", "jaxlib", "numpy", "tensorstore", "ml_dtypes")
+    return {package: version(package) for package in packages}
+
+
 def environment() -> dict[str, Any]:
     """Versions and flags that matter for exactness."""
-    import platform  # noqa: PLC0415
-    from importlib.metadata import version  # noqa: PLC0415
-    from os import environ  # noqa: PLC0415
-
-    packages = {p: version(p) for p in ("jax", "jaxlib", "numpy", "tensorstore", "ml_dtypes")}
     return {
-        **packages,
+        **_versions(),
         "python": platform.python_version(),
         "platform": jax.default_backend(),
         "device_kind": jax.local_devices()[0].device_kind,
@@ -421,5 +425,5 @@ def environment() -> dict[str, Any]:
         "threefry_partitionable": bool(_flag("jax_threefry_partitionable")),
         "default_prng_impl": str(_flag("jax_default_prng_impl")),
         "default_matmul_precision": _flag("jax_default_matmul_precision"),
-        "xla_flags": environ.get("XLA_FLAGS", ""),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }

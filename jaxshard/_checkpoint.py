@@ -157,7 +157,7 @@ def save_step_async(
 
 def _copy_budget(job: _saving.SaveJob, *, copy_all: bool) -> int:
     if job.options.host_bytes_max is not None:
-        return job.options.host_bytes_max
+        return max(1, job.options.host_bytes_max // 2)  # the other half is for what is in flight
     wanted = _snapshot.copied_bytes(job.tree.leaves, job.values, copy_all=copy_all)
     return max(1, min(wanted, _snapshot.free_host_bytes() // 2))
 

@@ -62,6 +62,11 @@ def names() -> list[str]:
     return list(_table())
 
 
+def is_known(name: object) -> bool:
+    """Whether this installation can hold a logical dtype of that name."""
+    return isinstance(name, str) and name in _table()
+
+
 def is_supported(dtype: np.dtype[Any]) -> bool:
     """Whether arrays of `dtype` can be stored (byte order does not matter)."""
     return dtype.name in _table() and not dtype.hasobject and dtype.names is None

@@ -240,7 +240,7 @@ def _leaf_from_json(number: int, leaf: dict[str, Any], meshes: tuple[MeshSpec, .
     _require(isinstance(name, str), where, name)
     _require(leaf["kind"] in KINDS, f"{where}, kind", leaf["kind"])
     dtype = leaf.get("dtype")
-    _require(dtype is None or dtype in _dtypes.names(), f"{where}, dtype", dtype)
+    _require(dtype is None or _dtypes.is_known(dtype), f"{where}, dtype", dtype)
     mesh, spec = leaf.get("mesh"), leaf.get("spec")
     known_mesh = mesh is None or (type(mesh) is int and 0 <= mesh < len(meshes))
     _require(known_mesh, f"{where}, mesh", mesh)

@@ -89,8 +89,8 @@ class SaveJob:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of pieces in flight, and the size of what is assembled in memory."""
-        return self.options.host_bytes_max or _WINDOW_BYTES
+        """Bytes of pieces and pack files in flight; the other half of a budget is for copies."""
+        return _window_bytes(self.options)
 
 
 def require_one_process() -> None:
@@ -125,10 +125,8 @@ def prepare(
     with storage_errors("looking at", store.url):
         _commit.require_writable(store, overwrite=overwrite)
     leaves = _with_layouts(flat.spec.leaves, flat.values, options)
-    segment = min(_plan.PACK_SEGMENT_BYTES, (options.host_bytes_max or _WINDOW_BYTES) // 2)
-    (plan,) = _plan.plan_save(
-        leaves, [None] * len(leaves), segment_bytes_max=max(_plan.PACK_ALIGN, segment)
-    )
+    segment = min(_plan.PACK_SEGMENT_BYTES, max(_plan.PACK_ALIGN, _window_bytes(options) // 2))
+    (plan,) = _plan.plan_save(leaves, [None] * len(leaves), segment_bytes_max=segment)
     return SaveJob(
         store=store,
         attempt=_commit.new_attempt(),
@@ -141,6 +139,10 @@ def prepare(
         overwrite=overwrite,
         began=began,
     )
+
+
+def _window_bytes(options: SaveOptions) -> int:
+    return _WINDOW_BYTES if options.host_bytes_max is None else max(1, options.host_bytes_max // 2)
 
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
