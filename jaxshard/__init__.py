@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxshard._checkpoint import PendingSave, load, save, save_async
+    from jaxshard._diff import DiffReport, diff
     from jaxshard._errors import (
         CheckpointReplacedError,
         ConflictError,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from jaxshard._resume import ResumeManager
     from jaxshard._run import Run, open  # noqa: A004
     from jaxshard._saving import SaveReport
-    from jaxshard._verify import DiffReport, VerifyReport, diff, verify
+    from jaxshard._verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ __all__ = [
 # Where each name lives; nothing is imported before it is asked for.
 _ROOMS = {
     "_checkpoint": ("PendingSave", "load", "save", "save_async"),
+    "_diff": ("DiffReport", "diff"),
     "_errors": (
         "CheckpointReplacedError", "ConflictError", "CorruptionError", "DisagreementError",
         "FormatError", "JaxshardError", "LeafMismatchError", "NotCommittedError", "NotFoundError",
@@ -81,7 +83,7 @@ _ROOMS = {
     "_resume": ("ResumeManager",),
     "_run": ("Run", "open"),
     "_saving": ("SaveReport",),
-    "_verify": ("DiffReport", "VerifyReport", "diff", "verify"),
+    "_verify": ("VerifyReport", "verify"),
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

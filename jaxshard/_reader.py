@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _commit, _fetch
+from jaxshard import _commit, _fetch, _source
 from jaxshard._boxes import Box
 from jaxshard._errors import Kind, NotCommittedError, NotFoundError
 from jaxshard._manifest import FILE, Manifest
@@ -75,7 +75,7 @@ class Leaf:
       info: what the manifest says of it.
     """
 
-    def __init__(self, source: _fetch.Source, number: int, info: LeafInfo) -> None:
+    def __init__(self, source: _source.Source, number: int, info: LeafInfo) -> None:
         self._source = source
         self._number = number
         self.info = info
@@ -184,7 +184,7 @@ class Checkpoint(Mapping[str, Leaf]):
       (['n', 'w'], 7, (2, 3), 48)
     """
 
-    def __init__(self, source: _fetch.Source) -> None:
+    def __init__(self, source: _source.Source) -> None:
         self.source = source
         manifest = source.manifest
         self.path = source.store.url
@@ -300,7 +300,7 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
             data = None
         if data is None:
             raise why_not_there(store)
-    return Checkpoint(_fetch.Source(store, Manifest.from_bytes(data, f"{store.url}/{FILE}")))
+    return Checkpoint(_source.Source(store, Manifest.from_bytes(data, f"{store.url}/{FILE}")))
 
 
 def why_not_there(store: Store) -> NotFoundError | NotCommittedError:

@@ -19,11 +19,11 @@ from jaxshard import (
     _arrays,
     _commit,
     _dtypes,
-    _fetch,
     _grid,
     _keypaths,
     _manifest,
     _plan,
+    _source,
     _table,
     _tensors,
     _transfer,
@@ -226,7 +226,7 @@ def _write(job: SaveJob, staged: Iterable[Staged]) -> None:
         timeout_s=job.options.timeout_s,
     )
     table = record.table().to_bytes()
-    job.store.write(_fetch.table_file(job.attempt, 0), table)
+    job.store.write(_source.table_file(job.attempt, 0), table)
     manifest = _manifest.Manifest(
         attempt=job.attempt,
         nonce=secrets.token_hex(16),
@@ -252,18 +252,18 @@ def _filed_leaves(job: SaveJob) -> list[tuple[LeafSpec, Layout]]:
 def _directories(job: SaveJob) -> list[str]:
     """Every directory that the attempt will have, so that TensorStore creates none."""
     attempt = job.attempt
-    directories = {f"{attempt}/data", _fetch.table_file(attempt, 0).rpartition("/")[0]}
+    directories = {f"{attempt}/data", _source.table_file(attempt, 0).rpartition("/")[0]}
     directories.update(f"{attempt}/data/{layout.path}" for _, layout in _filed_leaves(job))
     for piece in job.plan.pieces:
         file = _piece_file(job, piece)
         directories.add(file.rpartition("/")[0])
     if job.plan.segments:
-        directories.add(f"{_fetch.pack_dir(attempt, 0)}/c")
+        directories.add(f"{_source.pack_dir(attempt, 0)}/c")
     return sorted(directories)
 
 
 def _piece_file(job: SaveJob, piece: _plan.Piece) -> str:
-    layout = _fetch.layout_of(job.tree.leaves[piece.leaf])
+    layout = _source.layout_of(job.tree.leaves[piece.leaf])
     position = _plan.piece_lattice(layout).position(piece.number)
     return _tensors.piece_file(job.attempt, layout, position)
 
@@ -289,7 +289,7 @@ class _Record:
         job, piece = self._job, staged.of
         assert isinstance(piece, _plan.Piece)
         leaf = job.tree.leaves[piece.leaf]
-        layout = _fetch.layout_of(leaf)
+        layout = _source.layout_of(leaf)
         file = _piece_file(job, piece)
 
         def start() -> _transfer.Future:
@@ -320,7 +320,7 @@ class _Record:
         plan = self._job.plan
         if plan.segments:
             metadata = _zarr.pack_metadata(plan.segment_bytes, plan.segments)
-            yield f"{_fetch.pack_dir(attempt, 0)}/zarr.json", _zarr.to_bytes(metadata)
+            yield f"{_source.pack_dir(attempt, 0)}/zarr.json", _zarr.to_bytes(metadata)
 
     def _file_request(self, key: str, data: Any) -> Request:
         def start() -> _transfer.Future:
@@ -340,11 +340,11 @@ class _Record:
             while entry is not None and entry.offset < end:
                 self._put(_next(staged), entry, buffer, segment * plan.segment_bytes)
                 entry = next(entries, None)
-            yield self._file_request(_fetch.pack_file(self._job.attempt, 0, segment), buffer)
+            yield self._file_request(_source.pack_file(self._job.attempt, 0, segment), buffer)
 
     def _put(self, staged: Staged, entry: _plan.Entry, buffer: Any, start: int) -> None:
         leaf = self._job.tree.leaves[entry.leaf]
-        layout = _fetch.layout_of(leaf)
+        layout = _source.layout_of(leaf)
         values = _dtypes.to_stored(staged.values, str(leaf.dtype), layout.per_byte)
         raw = _tensors.raw_bytes(values)
         self._entries.append((entry, _table.digest_of(raw)))
@@ -363,7 +363,7 @@ class _Record:
             pieces[row] = (leaf, len(digests), index, size)
         tile_digests = [digest for *_, tiles in self._pieces for _, digest in tiles]
         for segment in range(job.plan.segments):
-            self._size(_fetch.pack_file(job.attempt, 0, segment))
+            self._size(_source.pack_file(job.attempt, 0, segment))
         entries = np.zeros(len(self._entries), _table.ENTRY)
         for row, (entry, digest) in enumerate(self._entries):
             entries[row] = (entry.leaf, 0, entry.tile, entry.offset, entry.nbytes, digest)

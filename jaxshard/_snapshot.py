@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxshard import _arrays, _plan
 from jaxshard._boxes import Box
-from jaxshard._fetch import layout_of
 from jaxshard._plan import Entry, Piece, ProcessPlan
+from jaxshard._source import layout_of
 from jaxshard._spec import LeafSpec
 
 Array = np.ndarray[Any, Any]

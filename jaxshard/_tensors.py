@@ -7,6 +7,7 @@ Source: TensorStore's zarr3 and file drivers; what was measured is in docs/perfo
 """
 
 import functools
+import mmap
 import os
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from jaxshard._zarr import array_metadata, chunk_key
 
 IoMode = Literal["auto", "memmap", "pread"]
 Array = np.ndarray[Any, Any]
+_HUGE_PAGE = 2 << 20
 _WRITE_THREADS = 16  # 16 beat 4 for files with fsync; reads are bound by memory, so by cores
 
 
@@ -144,6 +146,27 @@ def write_error(error: Exception, name: str, file: str) -> Exception:
         path=file,
         hint="free some space; earlier checkpoints are untouched" if full else None,
     )
+
+
+# Buffers
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialised array, 64-byte aligned, in huge pages if it is large.
+
+    Page faults decide how fast a load is: a private mapping with MADV_HUGEPAGE, aligned to 2 MiB,
+    cut 197,000 faults to 870 and the time of a load of 770 MB by more than half.
+    """
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if nbytes < 2 * _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        raw = np.empty(nbytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+    else:
+        area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(area, np.uint8)
+        start = -raw.ctypes.data % _HUGE_PAGE
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 # Digests ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`verify` finds every damaged file of a checkpoint; `diff` says in what two checkpoints differ."""
+"""`verify` finds every damaged file of a checkpoint."""
 
 import dataclasses
 import re
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _fetch, _plan, _table, _tensors, _zarr
+from jaxshard import _fetch, _plan, _source, _table, _tensors, _zarr
 from jaxshard._boxes import Box
 from jaxshard._errors import CorruptionError, FormatError, bullet_list
 from jaxshard._manifest import FILE, Manifest
-from jaxshard._reader import Checkpoint, open_checkpoint, size_text
+from jaxshard._reader import open_checkpoint, size_text
 from jaxshard._spec import LeafSpec
 from jaxshard._store import PathLike, Store, open_store, storage_errors
 
@@ -120,7 +120,7 @@ def verify(path: PathLike, *, read_data: bool = True) -> VerifyReport:
 class _Check:
     """One verification: what is expected, what was found wrong."""
 
-    def __init__(self, source: _fetch.Source) -> None:
+    def __init__(self, source: _source.Source) -> None:
         self.source = source
         self.store: Store = source.store
         self.manifest: Manifest = source.manifest
@@ -139,7 +139,7 @@ class _Check:
 
     def small_files(self) -> None:
         for process in range(len(self.manifest.processes)):
-            self.expected.add(_fetch.table_file(self.attempt, process))
+            self.expected.add(_source.table_file(self.attempt, process))
         try:
             _ = self.source.tables
         except CorruptionError as e:
@@ -156,7 +156,7 @@ class _Check:
 
     def _metadata_files(self) -> Iterator[tuple[str, bytes]]:
         filed = [leaf for _, leaf in self._filed()]
-        layouts = [_fetch.layout_of(leaf) for leaf in filed]
+        layouts = [_source.layout_of(leaf) for leaf in filed]
         group = _zarr.to_bytes(_zarr.group_metadata())
         for path in _zarr.group_paths(layouts):
             yield f"{self.attempt}/data/{path}/zarr.json".replace("//", "/"), group
@@ -167,7 +167,7 @@ class _Check:
             if table.segments:
                 metadata = _zarr.pack_metadata(table.segment_bytes, table.segments)
                 yield (
-                    f"{_fetch.pack_dir(self.attempt, process)}/zarr.json",
+                    f"{_source.pack_dir(self.attempt, process)}/zarr.json",
                     _zarr.to_bytes(metadata),
                 )
 
@@ -198,7 +198,7 @@ class _Check:
                 )  # fmt: skip
 
     def _digests(self, number: int, leaf: LeafSpec) -> Iterator[tuple[int, bytes]]:
-        layout = _fetch.layout_of(leaf)
+        layout = _source.layout_of(leaf)
         if layout.packed:
             for tile in range(_plan.tile_lattice(layout).size):
                 process, row = self.source.entry_row(number, tile)
@@ -213,7 +213,7 @@ class _Check:
 
     def pieces(self, *, read_data: bool) -> None:
         for number, leaf in self._filed():
-            layout = _fetch.layout_of(leaf)
+            layout = _source.layout_of(leaf)
             lattice = _plan.piece_lattice(layout)
             for piece in range(lattice.size):
                 file = _tensors.piece_file(self.attempt, layout, lattice.position(piece))
@@ -239,7 +239,7 @@ class _Check:
         return found == expected
 
     def _read_piece(self, number: int, leaf: LeafSpec, piece: int, box: Box, file: str) -> None:
-        layout = _fetch.layout_of(leaf)
+        layout = _source.layout_of(leaf)
         blocks = _plan.blocks(layout, box, _BLOCK_BYTES)
         wants = [
             _fetch.Want(number, [_plan.element_box(b, layout, leaf.array_shape or ())], _ignore)
@@ -255,7 +255,7 @@ class _Check:
     def packs(self, *, read_data: bool) -> None:
         for process, table in enumerate(self._tables()):
             for segment in range(table.segments):
-                file = _fetch.pack_file(self.attempt, process, segment)
+                file = _source.pack_file(self.attempt, process, segment)
                 self.expected.add(file)
                 found = self.store.size(file)
                 if found is None:
@@ -313,127 +313,3 @@ class _Check:
 
 def _ignore(_: Any) -> None:
     """Verified values are not kept."""
-
-
-# Differences --------------------------------------------------------------------------------
-
-
-class Difference(NamedTuple):
-    """One leaf that differs: its name and how."""
-
-    name: str
-    what: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DiffReport:
-    """What `diff` found.
-
-    Attributes:
-      path_a: the first checkpoint.
-      path_b: the second one.
-      differences: one for each leaf that differs.
-      leaves: number of leaves that were compared.
-      nbytes: bytes of elements that had to be read, where digests could not tell.
-    """
-
-    path_a: str
-    path_b: str
-    differences: tuple[Difference, ...]
-    leaves: int
-    nbytes: int
-
-    @property
-    def identical(self) -> bool:
-        """Whether all leaves have the same names, types and bits."""
-        return not self.differences
-
-    def __str__(self) -> str:
-        pair = f"{self.path_a} and {self.path_b}"
-        if self.identical:
-            return f"{pair}: identical ({self.leaves} leaves)"
-        lines = tuple(f"{d.name!r}: {d.what}" for d in self.differences)
-        return bullet_list(f"{pair}: {len(lines)} of {self.leaves} leaves differ", lines)
-
-
-def diff(path_a: PathLike, path_b: PathLike) -> DiffReport:
-    """Say which leaves differ: in presence, type, shape or bits.
-
-    Where both have the same tiles only digests are compared, and no data is read. Placement
-    (shardings, memory kinds) is not a difference.
-
-    Args:
-      path_a: a committed checkpoint.
-      path_b: another one.
-
-    Raises:
-      NotFoundError: nothing is at one of the paths.
-      NotCommittedError: a save was begun at one of them and never committed.
-      CorruptionError: data that had to be read is damaged.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxshard
-      >>> _ = jaxshard.save("memory://doc/a", {"w": jnp.ones(3), "n": 1})
-      >>> _ = jaxshard.save("memory://doc/b", {"w": jnp.ones(3), "n": 2})
-      >>> print(jaxshard.diff("memory://doc/a", "memory://doc/b"))
-      memory://doc/a and memory://doc/b: 1 of 2 leaves differ
-        - 'n': 1 and 2
-    """
-    a, b = open_checkpoint(path_a), open_checkpoint(path_b)
-    differences: list[Difference] = []
-    names = list(dict.fromkeys([*a, *b]))
-    nbytes = 0
-    for name in names:
-        if name not in a or name not in b:
-            where, leaf = (a, a.leaf_spec(name)) if name in a else (b, b.leaf_spec(name))
-            differences.append(Difference(name, f"{leaf.describe()}, only in {where.path}"))
-            continue
-        what, read = _difference(a, b, name)
-        nbytes += read
-        if what is not None:
-            differences.append(Difference(name, what))
-    return DiffReport(a.path, b.path, tuple(differences), len(names), nbytes)
-
-
-def _difference(a: Checkpoint, b: Checkpoint, name: str) -> tuple[str | None, int]:
-    """How a leaf differs, and how many bytes had to be read to see it."""
-    mine, other = a.leaf_spec(name), b.leaf_spec(name)
-    if mine.describe() != other.describe():
-        return f"{mine.describe()} and {other.describe()}", 0
-    if not mine.has_array or not other.has_array:
-        if (mine.value, mine.has_array) == (other.value, other.has_array):
-            return None, 0
-        return f"{_short(a[name].read())} and {_short(b[name].read())}", 0
-    if mine.array_shape != other.array_shape:
-        return f"{mine.array_shape} and {other.array_shape} bytes", 0
-    grids = [
-        (_fetch.layout_of(leaf).tile, _fetch.layout_of(leaf).per_byte) for leaf in (mine, other)
-    ]
-    if grids[0] == grids[1]:
-        return (None if mine.digest == other.digest else "other bits"), 0
-    return _compare_data(a, b, name, mine)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _compare_data(
-    a: Checkpoint, b: Checkpoint, name: str, leaf: LeafSpec
-) -> tuple[str | None, int]:
-    """Compare block by block; both leaves have the same shape and dtype."""
-    layout = _fetch.layout_of(leaf)
-    shape = leaf.array_shape or ()
-    unequal = 0
-    for block in _plan.blocks(layout, Box.whole(layout.shape), _BLOCK_BYTES):
-        box = _plan.element_box(block, layout, shape)
-        left, right = (_bits(ckpt[name].read(box.slices)) for ckpt in (a, b))
-        unequal += int(np.count_nonzero((left != right).any(axis=-1)))
-    return (f"{unequal} elements have other bits" if unequal else None), 2 * leaf.nbytes
-
-
-def _bits(values: Any) -> Any:
-    """Elements as rows of their bytes."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    return flat.view(np.uint8).reshape(flat.size, -1)
