@@ -221,7 +221,7 @@ def main() -> None:
     every, keep = jaxshard.Every(steps=ARGS.save_every), jaxshard.Keep(last=3)
     with jaxshard.ResumeManager(ARGS.run, when=every, keep=keep) as run:
         state, resumed_from = run.resume(like)  # step 0 on a fresh run
-        record = {"resumed_from": resumed_from}
+        record: dict[str, object] = {"resumed_from": resumed_from}
         if ARGS.check_restored and resumed_from:
             step_dir = Path(ARGS.run) / f"step_{resumed_from:08d}"
             record["leaves_identical"] = check_restored(state, step_dir)
