@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import jaxshard
 
 OUT = Path("demo")
-STEPS, SAVE_EVERY, KILL_AT = 100, 20, 53
+STEPS, SAVE_EVERY, KILL_AT = 80, 20, 53
 # On another mesh the same numbers are added in another order, so losses differ by rounding, about
 # 1e-6. Were a single dropout key forgotten, they would by 2e-3; Adam's first moments, by 1e-2.
 RELATIVE_BOUND = 1e-4

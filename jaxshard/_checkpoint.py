@@ -1,5 +1,6 @@
 """The doors of one checkpoint: `save`, `save_async`, `load`."""
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -148,10 +149,12 @@ def save_step_async(
     )
     copy_all = options.snapshot == "copy"
     budget = Budget(_copy_budget(job, copy_all=copy_all))
-    pending = PendingSave(job, budget, then)
-    pending.fill(
-        _snapshot.stage(job.plan, job.tree.leaves, job.values, budget=budget, copy_all=copy_all)
+    staged = _snapshot.stage(
+        job.plan, job.tree.leaves, job.values, budget=budget, copy_all=copy_all
     )
+    # The writer gets no values but the staged ones, so that each is freed as it is written.
+    pending = PendingSave(dataclasses.replace(job, values=()), budget, then)
+    pending.fill(staged)
     return pending
 
 
