@@ -11,6 +11,7 @@ import enum
 import functools
 import os
 import platform
+import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ Array = np.ndarray[Any, Any]
 Rules = Sequence[tuple[str, PartitionSpec]]
 _SCALARS = {bool: "bool", int: "int", float: "float", complex: "complex", str: "str",
             bytes: "bytes", type(None): "none"}  # fmt: skip
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+# Objects that are told by what they are and hold nothing; recorded like functions.
+_IDENTITIES = {"equinox.nn._stateful._Sentinel"}
 _WIDE = {"int64", "uint64", "float64", "complex128"}
 
 
@@ -76,9 +80,17 @@ def _describe_other(name: str, value: Any) -> Described | str:
         return f"an iterator ({class_name}); save the numbers of its position instead"
     if isinstance(value, enum.Enum):
         return f"an enum member ({class_name}); save its value"
-    if callable(value):
+    if _is_function(value) or class_name in _IDENTITIES:
         return Described(LeafSpec(name=name, kind="function"), None)
     return f"{class_name} is neither a known leaf nor registered as a pytree node"
+
+
+def _is_function(value: Any) -> bool:
+    """Whether a value is code without data: a callable object of a user's class may hold some."""
+    if isinstance(value, _FUNCTIONS):
+        return True
+    package = type(value).__module__.partition(".")[0]
+    return callable(value) and package in {"jax", "jaxlib", "numpy", "functools"}
 
 
 def _describe_scalar(name: str, kind: Any, value: Any) -> Described:
@@ -129,6 +141,8 @@ def _describe_jax(name: str, value: Any) -> Described | str:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return "a jax.Array that spans several processes; this version serves one process"
     sharding = value.sharding
+    if getattr(getattr(sharding, "spec", None), "unreduced", None):
+        return "an unreduced jax.Array (partial sums); reduce it first"
     mesh, partition = _plain_sharding(sharding, len(value.shape))
     impl = value.dtype._impl if key else None  # noqa: SLF001  (also on ShapeDtypeStruct)
     spec = LeafSpec(

@@ -8,12 +8,15 @@ Format: docs/format.md, "Write order" and "Delete order".
 
 import contextlib
 import enum
+import logging
 import re
 import secrets
 
 from jaxshard._errors import ConflictError, CorruptionError, FormatError, Kind
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._store import Store
+
+logger = logging.getLogger("jaxshard")
 
 RUN_FILE = "run.json"
 _ATTEMPT = re.compile(r"a-[0-9a-f]{8,32}")
@@ -98,7 +101,7 @@ def commit(store: Store, manifest: Manifest, *, overwrite: bool) -> None:
         before = _committed_attempt(store)
         store.replace(FILE, data)
         if before is not None and before != manifest.attempt:
-            store.remove_tree(before)
+            _remove_leftover(store, before)
         return
     if store.create(FILE, data) or store.read(FILE) == data:  # a lost reply may have been retried
         return
@@ -117,9 +120,18 @@ def _committed_attempt(store: Store) -> str | None:
 
 
 def abandon(store: Store, attempt: str) -> None:
-    """Remove an attempt of this process that failed; errors do not matter, nobody reads it."""
+    """Remove an attempt of this process that failed, unless it failed after its commit."""
     with contextlib.suppress(OSError):
+        if _committed_attempt(store) != attempt:
+            _remove_leftover(store, attempt)
+
+
+def _remove_leftover(store: Store, attempt: str) -> None:
+    """Remove what no manifest names any more; if that fails, it is only a waste of space."""
+    try:
         store.remove_tree(attempt)
+    except OSError as e:
+        logger.warning("%s: the leftover %s could not be removed: %s", store.url, attempt, e)
 
 
 def delete(store: Store) -> None:

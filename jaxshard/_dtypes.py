@@ -124,13 +124,14 @@ def from_stored(
     dtype = numpy_dtype(name)
     if name not in _CARRIER:
         return stored.view(dtype)
-    raw = stored
+    raw = stored.reshape(-1) if stored.ndim == 0 else stored
     if per_byte > 1:
         mask = np.uint8((1 << bits(name)) - 1)
         shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits(name))
         raw = (stored[..., None] >> shifts) & mask
-        raw = raw.reshape(*stored.shape[:-1], -1)[..., last]
+        raw = raw.reshape(*stored.shape[:-1], stored.shape[-1] * per_byte)[..., last]
     if name in {"int1", "int2", "int4"}:  # ml_dtypes keeps signed ones sign-extended in memory
         sign = np.uint8(1 << (bits(name) - 1))
         raw = ((raw ^ sign) - sign).astype(np.uint8, copy=False)
-    return np.ascontiguousarray(raw).view(dtype).reshape(raw.shape)
+    shape = raw.shape if stored.ndim else ()
+    return np.ascontiguousarray(raw).view(dtype).reshape(shape)

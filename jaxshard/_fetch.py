@@ -57,13 +57,15 @@ def fetch(
     job = _Job(source, host_bytes_max, io_mode)
     try:
         _transfer.run(job.requests(wants), bytes_max=host_bytes_max, timeout_s=timeout_s)
-    except CorruptionError as e:
+    except (CorruptionError, FileNotFoundError) as e:
         if source.replaced():
             raise CheckpointReplacedError(
                 f"{source.store.url}: the checkpoint was replaced or deleted while it was read",
                 path=source.store.url,
                 hint="open it again",
             ) from e
+        if isinstance(e, FileNotFoundError):
+            raise _tensors.missing_file("?", str(e.filename)) from e
         raise
     return job.traffic
 

@@ -292,7 +292,7 @@ def _layout_from_json(
     _require(out.shape == stored_shape(array_shape, out.per_byte), f"{where}, shape", out.shape)
     same_rank = len(out.shape) == len(out.piece) == len(out.tile)
     divides = same_rank and all(
-        t > 0 and p % t == 0 for p, t in zip(out.piece, out.tile, strict=True)
+        t > 0 and p > 0 and p % t == 0 for p, t in zip(out.piece, out.tile, strict=True)
     )
     _require(divides, f"{where}, tiles", (out.piece, out.tile))
     return out

@@ -43,16 +43,20 @@ def with_value(variable: Any, value: Any) -> Any:
 
 
 class Graph:
-    """All NNX objects of one tree, split together."""
+    """All NNX objects and bare Variables of one tree, split together."""
 
-    def __init__(self, objects: Sequence[Any]) -> None:
-        self._numbers = {id(o): i for i, o in enumerate(objects)}
-        self._objects = list({id(o): o for o in objects}.values())
+    def __init__(self, found: Sequence[Any]) -> None:
+        # Variables last: one that an object holds too is named by the object.
+        ordered = sorted(found, key=is_variable)
+        self._objects = list({id(o): o for o in ordered}.values())
         self._numbers = {id(o): i for i, o in enumerate(self._objects)}
         self._graphdef, self._state = (None, {})
         if self._objects:
             self._graphdef, self._state = _nnx().split(self._objects)
-        self._rebuilt: list[Any] | None = None
+
+    def has_own_state(self, number: int) -> bool:
+        """Whether an object or Variable holds anything that none before it holds."""
+        return number in self._state
 
     def state_of(self, value: Any) -> Any:
         """The part of the split state that belongs to one object.

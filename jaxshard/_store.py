@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,9 +150,10 @@ class LocalStore:
     def size(self, key: str) -> int | None:
         """Length of a file."""
         try:
-            return (self._root / key).stat().st_size
+            found = (self._root / key).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def walk(self) -> Iterator[str]:
         """Keys of all files below."""
@@ -200,8 +202,8 @@ class LocalStore:
         here = self._root
         while not here.exists():
             here = here.parent
-        stat = os.statvfs(here)
-        return stat.f_bavail * stat.f_frsize
+        disk = os.statvfs(here)
+        return disk.f_bavail * disk.f_frsize
 
     def kvstore(self, key: str) -> dict[str, Any]:
         """TensorStore spec."""

@@ -71,7 +71,7 @@ class Table:
             raise _damaged(file, "header and length do not agree")
         a = _HEADER.size + sizes[0]
         b = a + sizes[1]
-        return cls(
+        table = cls(
             process,
             np.frombuffer(data, PIECE, pieces, _HEADER.size),
             np.frombuffer(data, DIGEST, tiles, a),
@@ -79,6 +79,24 @@ class Table:
             segment,
             count,
         )
+        if not table.pack_fits():
+            raise _damaged(file, "its entries do not lie in the files of its pack")
+        return table
+
+    def pack_fits(self) -> bool:
+        """Whether entries rise, do not overlap or cross files, and reach into the last file."""
+        pack_bytes = self.segment_bytes * self.segments
+        if not len(self.entries) or not 0 < pack_bytes < 1 << 62:
+            return len(self.entries) == pack_bytes == 0
+        start, nbytes = self.entries["offset"], self.entries["nbytes"]
+        if int(start.max()) > pack_bytes or int(nbytes.max()) > self.segment_bytes:
+            return False
+        end = start + nbytes
+        rising = bool(np.all(end[:-1] <= start[1:]))
+        last = np.maximum(end, 1) - np.uint64(1)
+        size = np.uint64(self.segment_bytes)
+        inside = bool(np.all((start // size == last // size) | (nbytes == 0)))
+        return rising and inside and int(end[-1]) > pack_bytes - self.segment_bytes
 
     @property
     def first_digest(self) -> np.ndarray[Any, Any]:

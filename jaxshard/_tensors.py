@@ -9,6 +9,7 @@ Source: TensorStore's zarr3 and file drivers; what was measured is in docs/perfo
 import functools
 import mmap
 import os
+import re
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from jaxshard._zarr import array_metadata, chunk_key
 IoMode = Literal["auto", "memmap", "pread"]
 Array = np.ndarray[Any, Any]
 _HUGE_PAGE = 2 << 20
+_OS_ERROR = re.compile(r"([^:\[]+)\[os_error_code=")
 _WRITE_THREADS = 16  # 16 beat 4 for files with fsync; reads are bound by memory, so by cores
 
 
@@ -116,12 +118,19 @@ def read_error(error: Exception, name: str, file: str) -> Exception:
         return missing_file(name, file)
     if status in {"DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE", "INVALID_ARGUMENT"}:
         return CorruptionError(
-            f"leaf {name!r}, file {file!r}: damaged: {text:.300}",
+            f"leaf {name!r}, file {file!r}: damaged: {_essence(error)}",
             kind=Kind.DATA_DAMAGED,
             path=file,
             hint="jaxshard.verify(path) lists every damaged file",
         )
-    return StorageError(f"leaf {name!r}, file {file!r}: cannot be read: {text:.300}", path=file)
+    message = f"leaf {name!r}, file {file!r}: cannot be read: {_essence(error)}"
+    return StorageError(message, path=file)
+
+
+def _essence(error: Exception) -> str:
+    """TensorStore's message: the operating system's words if they are there, else its beginning."""
+    found = _OS_ERROR.search(str(error))
+    return found[1].strip() if found else f"{error!s:.300}"
 
 
 def missing_file(name: str, file: str) -> CorruptionError:
@@ -138,10 +147,10 @@ def write_error(error: Exception, name: str, file: str) -> Exception:
     """What a failed write means."""
     if isinstance(error, StorageError):
         return error
-    text = str(error)
-    full = "No space left" in text or text.startswith("RESOURCE_EXHAUSTED")
+    text = _essence(error)
+    full = "No space left" in text or str(error).startswith("RESOURCE_EXHAUSTED")
     return StorageError(
-        f"leaf {name!r}, file {file!r}: cannot be written: {text:.300}",
+        f"leaf {name!r}, file {file!r}: cannot be written: {text}",
         kind=Kind.NO_SPACE if full else Kind.STORAGE,
         path=file,
         hint="free some space; earlier checkpoints are untouched" if full else None,

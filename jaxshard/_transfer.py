@@ -54,11 +54,13 @@ def run(requests: Iterable[Request], *, bytes_max: int, timeout_s: float | None 
     try:
         for request in requests:
             while flying and (held + request.nbytes > bytes_max or len(flying) >= _IN_FLIGHT_MAX):
-                held -= _finish(*flying.popleft(), deadline, timeout_s)
+                _finish(*flying[0], deadline, timeout_s)
+                held -= flying.popleft()[0].nbytes
             flying.append((request, request.start()))
             held += request.nbytes
         while flying:
-            _finish(*flying.popleft(), deadline, timeout_s)
+            _finish(*flying[0], deadline, timeout_s)
+            flying.popleft()
     finally:
         for _, future in flying:
             _settle(future)
@@ -66,7 +68,7 @@ def run(requests: Iterable[Request], *, bytes_max: int, timeout_s: float | None 
 
 def _finish(
     request: Request, future: Future, deadline: float | None, timeout_s: float | None
-) -> int:
+) -> None:
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     try:
         result = future.result(left)
@@ -78,7 +80,6 @@ def _finish(
     except Exception as e:
         raise request.failed(e) from e
     request.finish(result)
-    return request.nbytes
 
 
 def _settle(future: Future) -> None:

@@ -8,14 +8,16 @@ a description alone. What cannot be stored is collected, not raised one by one.
 import collections
 import dataclasses
 import functools
+import keyword
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxshard import _arrays, _nnx
-from jaxshard._errors import FormatError, UnsupportedLeafError, bullet_list
-from jaxshard._keypaths import components, is_storable_key, key_text, sort_key, unescape
+from jaxshard._errors import UnsupportedLeafError, bullet_list
+from jaxshard._keypaths import components, is_storable_key, sort_key, unescape
 from jaxshard._spec import DEPTH_MAX, LeafSpec, MeshSpec, Node, TreeSpec, child_keys, join
 
 Rebuild = Callable[[list[Any]], Any]
@@ -83,6 +85,7 @@ class _Walker:
         self._graph = _nnx.Graph([])
         self._parts: dict[int, Rebuild] = {}
         self._objects: list[Any] = []
+        self._inside_object = False
 
     def start(self, tree: Any) -> tuple[Node | int, Callable[[list[Any], bool], Any]]:
         self._graph = _nnx.Graph(list(_nnx_objects(tree)))
@@ -102,9 +105,7 @@ class _Walker:
         if _arrays.is_plain_leaf(here):
             return self._leaf(here, name)
         if _nnx.is_variable(here):
-            # `.value` is not part of a name: a Variable is as transparent as in a pure dict.
-            node, rebuild = self._visit(_nnx.raw_value(here), name, depth + 1)
-            return node, lambda values: _nnx.with_value(here, rebuild(values))
+            return self._variable(here, name, depth)
         if _nnx.is_object(here):
             return self._nnx_object(here, name, depth)
         taken = _take_apart(here)
@@ -145,6 +146,16 @@ class _Walker:
         rebuilds = [r for _, r in visited]
         return node, lambda values: taken.rebuild([r(values) for r in rebuilds])
 
+    def _variable(self, here: Any, name: str, depth: int) -> tuple[Node | int, Rebuild]:
+        """`.value` is not part of a name: a Variable is as transparent as in a pure dict."""
+        node, rebuild = self._visit(_nnx.raw_value(here), name, depth + 1)
+        if self._inside_object:  # `nnx.split` has taken it apart
+            return node, lambda values: _nnx.with_value(here, rebuild(values))
+        number = self._graph.number_of(here)
+        if self._graph.has_own_state(number):
+            self._parts[number] = lambda values: _nnx.with_value(here, rebuild(values))
+        return node, lambda _: self._objects[number]
+
     def _nnx_object(self, here: Any, name: str, depth: int) -> tuple[Node | int, Rebuild]:
         number = self._graph.number_of(here)
         class_name = _class_name(here)
@@ -153,15 +164,17 @@ class _Walker:
         self._parts[number] = lambda _: _nnx.new_state({})
         taken = _take_apart(self._graph.state_of(here))
         assert taken is not None
+        self._inside_object = True
         node, self._parts[number] = self._container(taken, name, depth)
+        self._inside_object = False
         return dataclasses.replace(node, class_name=class_name), lambda _: self._objects[number]
 
 
 def _nnx_objects(tree: Any, depth: int = 0) -> Iterator[Any]:
-    """The outermost NNX objects of a tree."""
-    if _nnx.is_object(tree):
+    """The outermost NNX objects and Variables of a tree."""
+    if _nnx.is_object(tree) or _nnx.is_variable(tree):
         yield tree
-    elif depth <= DEPTH_MAX and not _arrays.is_plain_leaf(tree) and not _nnx.is_variable(tree):
+    elif depth <= DEPTH_MAX and not _arrays.is_plain_leaf(tree):
         taken = _take_apart(tree)
         for child in taken.children if taken is not None else ():
             yield from _nnx_objects(child, depth + 1)
@@ -218,12 +231,14 @@ def _dict_parts(here: Any) -> _Parts:
 
 def _registered_parts(here: Any) -> _Parts | None:
     """A container of a type that somebody registered with JAX."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(here, is_leaf=lambda x: x is not here)
-    if jax.tree_util.treedef_is_leaf(treedef):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX warns of generators; we refuse
+        flat, treedef = jax.tree_util.tree_flatten_with_path(here, is_leaf=lambda x: x is not here)
+    if [path for path, _ in flat] == [()]:
         return None
     keys = [_plain_key(path[0]) for path, _ in flat]
     children = [child for _, child in flat]
-    numbered = keys == list(range(len(keys))) and bool(keys)
+    numbered = bool(keys) and (keys == list(range(len(keys))) or not _are_names(keys))
     return _Parts(
         "items" if numbered else "object",
         None if numbered else tuple(keys),
@@ -231,6 +246,11 @@ def _registered_parts(here: Any) -> _Parts | None:
         functools.partial(jax.tree_util.tree_unflatten, treedef),
         _class_name(here),
     )
+
+
+def _are_names(keys: list[Any]) -> bool:
+    """Whether keys of a custom node tell its children apart and can be stored."""
+    return all(map(is_storable_key, keys)) and len({(type(k), k) for k in keys}) == len(keys)
 
 
 def _plain_key(entry: Any) -> Any:
@@ -276,12 +296,11 @@ def _build(node: Node | int, values: list[Any]) -> Any:
 
 
 def _fresh_namedtuple(node: Node) -> Any:
-    name = (node.class_name or "Saved").rpartition(".")[2]
-    try:
-        return collections.namedtuple(name, node.keys)  # noqa: PYI024
-    except (ValueError, TypeError) as e:
-        fields = ", ".join(key_text(k) for k in node.keys)
-        raise FormatError(f"the manifest has a named tuple {name!r:.80} of {fields:.80}") from e
+    """A named tuple type with the saved fields; one that Python refuses gets its position."""
+    name = (node.class_name or "").rpartition(".")[2]
+    usable = name.isidentifier() and not keyword.iskeyword(name)
+    fields = [str(key) for key in node.keys]
+    return collections.namedtuple(name if usable else "Saved", fields, rename=True)  # noqa: PYI024
 
 
 def renamed_spec(spec: TreeSpec, names: list[str]) -> TreeSpec:
