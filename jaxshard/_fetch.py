@@ -128,6 +128,7 @@ class _Job:
         self.source = source
         self.io_mode = io_mode
         self.traffic = Traffic()
+        self._segments: set[tuple[int, int]] = set()  # files of packs whose length was checked
         # A slab in flight holds its bytes as they are stored and decoded; several must fit.
         self.slab_bytes_max = max(1, host_bytes_max // 8)
 
@@ -137,6 +138,8 @@ class _Job:
             leaf = self.source.leaf(number)
             assembly = _Assembly(leaf, want)
             layout = assembly.layout
+            if layout.nbytes:
+                self.source.require_complete(number)
             self.traffic.bytes_needed += layout.itemsize * sum(
                 box.size for box in assembly.stored_boxes
             )
@@ -151,26 +154,22 @@ class _Job:
 
     def _filed(self, number: int, leaf: LeafSpec, assembly: _Assembly) -> Iterator[Request]:
         manifest = self.source.manifest
-        array: Any = None
-        checked = -1
         slabs = _plan.plan_load(
             assembly.layout, assembly.stored_boxes, slab_bytes_max=self.slab_bytes_max
         )
+        for piece in dict.fromkeys(slab.piece for slab in slabs):
+            self._check_length(number, leaf, piece)
+        if slabs:
+            array = _tensors.open_for_reading(
+                self.source.store, manifest.attempt, leaf, manifest.compression, self.io_mode
+            )
         for slab in slabs:
-            if array is None:
-                array = _tensors.open_for_reading(
-                    self.source.store, manifest.attempt, leaf, manifest.compression, self.io_mode
-                )
-            if slab.piece != checked:
-                self._check_length(number, leaf, slab.piece)
-                checked = slab.piece
             yield self._slab_request(number, leaf, assembly, array, slab)
 
     def _check_length(self, number: int, leaf: LeafSpec, piece: int) -> None:
-        """The file is as long as its writer said: before memory is taken or mapped for it."""
+        """The file is as long as it must be: before memory is taken or mapped for it."""
         file = self._file(leaf, piece)
-        process, row = self.source.piece_row(number, piece)
-        expected = int(self.source.tables[process].pieces[row]["file_bytes"])
+        expected = self.source.file_bytes(number, piece)
         found = self.source.store.size(file)
         if found is None:
             raise _tensors.missing_file(leaf.name, file)
@@ -232,14 +231,7 @@ class _Job:
         )
 
     def _count(self, layout: Layout, slab: _plan.Slab) -> None:
-        tiles = _plan.tile_lattice(layout)
-        count = sum(1 for _ in tiles.touching(slab.box))
-        whole_tile = int(np.prod(layout.tile, dtype=np.int64)) * layout.itemsize
-        nbytes = count * (whole_tile + 4)
-        if layout.tile != layout.piece:
-            cells = zip(layout.piece, layout.tile, strict=True)
-            nbytes += 4 + 16 * int(np.prod([p // t for p, t in cells], dtype=np.int64))
-        self.traffic.bytes_read += nbytes
+        self.traffic.bytes_read += _plan.file_bytes(layout, slab.box)
 
     # Tiles in packs
 
@@ -247,6 +239,8 @@ class _Job:
         tiles = _plan.tile_lattice(assembly.layout)
         needed = sorted({t for box in assembly.stored_boxes for t in tiles.touching(box)})
         rows = sorted(self.source.entry_row(number, t) for t in needed)
+        for process, row in rows:
+            self._require_segment(leaf, process, row)
         run: list[tuple[int, int]] = []
         for process, row in rows:
             if run and not self._joins(run, process, row):
@@ -287,23 +281,31 @@ class _Job:
 
         return Request(
             nbytes,
-            lambda: _Done(self._read_pack(leaf, file, offset, nbytes)),
+            lambda: _Done(self._read_pack(file, offset, nbytes)),
             finish,
             lambda error: _tensors.read_error(error, leaf.name, file),
         )
 
-    def _read_pack(self, leaf: LeafSpec, file: str, offset: int, nbytes: int) -> Array:
-        # Checked first, so that a table cannot make us take memory that no file stands behind.
+    def _require_segment(self, leaf: LeafSpec, process: int, row: int) -> None:
+        """The file of an entry is as long as it must be: before memory is taken for its leaf."""
+        table = self.source.tables[process]
+        segment = int(table.entries[row]["offset"]) // table.segment_bytes
+        if (process, segment) in self._segments:
+            return
+        file = pack_file(self.source.manifest.attempt, process, segment)
         size = self.source.store.size(file)
         if size is None:
             raise _tensors.missing_file(leaf.name, file)
-        if size < offset + nbytes:
+        if size != table.segment_bytes:
             raise CorruptionError(
-                f"leaf {leaf.name!r}, file {file!r}: expected at least {offset + nbytes} bytes, "
+                f"leaf {leaf.name!r}, file {file!r}: expected {table.segment_bytes} bytes, "
                 f"found {size}",
                 path=file,
                 hint=HINT,
             )
+        self._segments.add((process, segment))
+
+    def _read_pack(self, file: str, offset: int, nbytes: int) -> Array:
         data = np.empty(nbytes, np.uint8)
         self.source.store.read_range(file, offset, data.data)
         return data

@@ -15,6 +15,7 @@ from jaxshard._boxes import Box, Lattice
 from jaxshard._spec import Layout, LeafSpec
 
 PACK_ALIGN = 64
+CHECKSUM_BYTES = 4
 PACK_SEGMENT_BYTES = 64 << 20
 
 
@@ -165,6 +166,26 @@ def element_box(box: Box, layout: Layout, shape: tuple[int, ...]) -> Box:
     start = box.offset[-1] * k
     stop = min(box.end[-1] * k, shape[-1])
     return Box((*box.offset[:-1], start), (*box.shape[:-1], stop - start))
+
+
+def file_bytes(layout: Layout, box: Box) -> int:
+    """Length of the file of a piece that is not compressed; `box` is the piece, clipped.
+
+    Tiles are stored whole, each with a checksum; a piece of several tiles has an index.
+    """
+    tile_bytes = math.prod(layout.tile) * layout.itemsize + CHECKSUM_BYTES
+    if layout.tile == layout.piece:
+        return tile_bytes
+    stored = math.prod(-(-n // t) for n, t in zip(box.shape, layout.tile, strict=True))
+    return stored * tile_bytes + index_bytes(layout)
+
+
+def index_bytes(layout: Layout) -> int:
+    """Length of the index at the end of the file of a piece of several tiles."""
+    if layout.tile == layout.piece:
+        return 0
+    cells = math.prod(p // t for p, t in zip(layout.piece, layout.tile, strict=True))
+    return 16 * cells + CHECKSUM_BYTES
 
 
 # Loading ------------------------------------------------------------------------------------

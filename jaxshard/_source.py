@@ -4,6 +4,8 @@ Format: docs/format.md, "Tables" and "Read order".
 """
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 from jaxshard import _plan
 from jaxshard._errors import CorruptionError, Kind
@@ -82,6 +84,24 @@ class Source:
         """Process and table row of a piece."""
         return self._lookup(self._piece_index, leaf, piece, "piece")
 
+    def file_bytes(self, leaf: int, piece: int) -> int:
+        """Length that the file of a piece must have.
+
+        Raises:
+          CorruptionError: the table gives another one than the shape of the piece.
+        """
+        process, row = self.piece_row(leaf, piece)
+        written = int(self.tables[process].pieces[row]["file_bytes"])
+        layout = layout_of(self.leaf(leaf))
+        implied = _plan.file_bytes(layout, _plan.piece_lattice(layout).box(piece))
+        if self.manifest.compression is None and written != implied:
+            raise CorruptionError(
+                f"leaf {self.manifest.tree.leaves[leaf].name!r}, piece {piece}: expected a file of "
+                f"{implied} bytes, the table says {written}",
+                kind=Kind.TABLE_DAMAGED, hint=HINT,
+            )  # fmt: skip
+        return written
+
     def entry_row(self, leaf: int, tile: int) -> tuple[int, int]:
         """Process and table row of a packed tile."""
         return self._lookup(self._entry_index, leaf, tile, "packed tile")
@@ -122,6 +142,41 @@ class Source:
             )  # fmt: skip
         return dict(zip(tiles, digests, strict=True))
 
+    def require_complete(self, number: int) -> None:
+        """The tables have as many tiles of a leaf as its shape asks for.
+
+        Looked at before anything is planned or allocated, so that a manifest cannot claim more
+        than there are tables and files for.
+
+        Raises:
+          CorruptionError: they have more or fewer.
+        """
+        leaf = self.manifest.tree.leaves[number]
+        layout = layout_of(leaf)
+        tiles = _plan.tile_lattice(layout).size
+        if layout.packed:
+            expected, found = (tiles, layout.nbytes), self._packed_counts.get(number, (0, 0))
+        else:
+            pieces = _plan.piece_lattice(layout).size
+            expected, found = (pieces, tiles), self._filed_counts.get(number, (0, 0))
+        if expected != found:
+            what = "tiles and bytes" if layout.packed else "pieces and tiles"
+            raise CorruptionError(
+                f"leaf {leaf.name!r}: expected {expected[0]} and {expected[1]} {what} in the "
+                f"tables, found {found[0]} and {found[1]}",
+                kind=Kind.TABLE_DAMAGED, hint=HINT,
+            )  # fmt: skip
+
+    @functools.cached_property
+    def _filed_counts(self) -> dict[int, tuple[int, int]]:
+        """By leaf: pieces and tiles that the tables have in files of their own."""
+        return _counts((table.pieces["leaf"], table.pieces["tiles"]) for table in self.tables)
+
+    @functools.cached_property
+    def _packed_counts(self) -> dict[int, tuple[int, int]]:
+        """By leaf: tiles and bytes that the tables have in packs."""
+        return _counts((table.entries["leaf"], table.entries["nbytes"]) for table in self.tables)
+
     def replaced(self) -> bool:
         """Whether the manifest is no longer the one that was opened."""
         try:
@@ -129,6 +184,16 @@ class Source:
         except (OSError, CorruptionError):
             return not self.store.size(FILE)
         return (now.attempt, now.nonce) != (self.manifest.attempt, self.manifest.nonce)
+
+
+def _counts(columns: Iterable[tuple[Any, Any]]) -> dict[int, tuple[int, int]]:
+    """By number of the first column: how often it is there, and the sum of the second column."""
+    counts: dict[int, tuple[int, int]] = {}
+    for leaves, amounts in columns:
+        for leaf, amount in zip(leaves.tolist(), amounts.tolist(), strict=True):
+            rows, total = counts.get(leaf, (0, 0))
+            counts[leaf] = (rows + 1, total + amount)
+    return counts
 
 
 def table_file(attempt: str, process: int) -> str:

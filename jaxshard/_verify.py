@@ -129,6 +129,7 @@ class _Check:
         self.expected: set[str] = {FILE}
         self.nbytes = 0
         self.tables_sound = True
+        self.unsound: set[int] = set()  # leaves that the tables do not fit
 
     def _problem(
         self, kind: str, file: str, message: str, leaf: str | None = None, piece: int | None = None
@@ -187,9 +188,11 @@ class _Check:
             if leaf.layout is None:
                 continue
             try:
+                self.source.require_complete(number)
                 digest = f"{_table.leaf_digest(self._digests(number, leaf)):032x}"
             except CorruptionError as e:
                 self._problem("damaged", "tables", str(e).splitlines()[0], leaf.name)
+                self.unsound.add(number)
                 continue
             if digest != leaf.digest:
                 self._problem(
@@ -213,6 +216,8 @@ class _Check:
 
     def pieces(self, *, read_data: bool) -> None:
         for number, leaf in self._filed():
+            if number in self.unsound:
+                continue
             layout = _source.layout_of(leaf)
             lattice = _plan.piece_lattice(layout)
             for piece in range(lattice.size):
@@ -229,10 +234,10 @@ class _Check:
         if not self.tables_sound:
             return False  # nothing is left to compare with
         try:
-            process, row = self.source.piece_row(number, piece)
-        except CorruptionError:
-            return False  # `coverage` has said so
-        expected = int(self.source.tables[process].pieces[row]["file_bytes"])
+            expected = self.source.file_bytes(number, piece)
+        except CorruptionError as e:
+            self._problem("damaged", "tables", str(e).splitlines()[0], leaf.name, piece)
+            return False
         if found != expected:
             message = f"expected {expected} bytes, found {found}"
             self._problem("length", file, message, leaf.name, piece)
