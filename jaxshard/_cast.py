@@ -24,13 +24,18 @@ def convert(values: Array, wanted: str) -> Array:
     """
     target = _dtypes.numpy_dtype(wanted)
     source_kind, target_kind = _kind(values.dtype), _kind(target)
-    if "bool" in {source_kind, target_kind} or (source_kind, target_kind) == ("complex", "float"):
+    loses_imaginary = source_kind == "complex" and target_kind != "complex"
+    if "bool" in {source_kind, target_kind} or loses_imaginary:
         raise ValueError(f"{values.dtype} is never converted to {target}")
-    if source_kind == target_kind != "int" or (source_kind, target_kind) == ("float", "complex"):
+    if "int" not in {source_kind, target_kind}:
         with np.errstate(all="ignore"):
-            rounded: Array = values.astype(target)
-            return rounded
+            return _through(values, np.float64).astype(target)
     return _exactly(values, target)
+
+
+def _through(values: Array, wide: Any) -> Array:
+    """Values of an ml_dtypes type in a wider one: those types do not all convert to each other."""
+    return values if values.dtype.isbuiltin == 1 else values.astype(wide)
 
 
 def _exactly(values: Array, target: np.dtype[Any]) -> Array:
@@ -62,7 +67,7 @@ def _convert_chunk(flat: Array, out: Array, part: slice) -> Array:
         if _kind(target) == "int":
             low, high = _int_range(target)
             inside = np.asarray((exact >= low) & (exact <= high), bool)
-            out[part] = np.where(inside, values, np.zeros_like(values)).astype(target)
+            out[part] = np.where(inside, exact, 0).astype(np.int64 if low else np.uint64)
             return inside
         out[part] = values.astype(target)
         same: Array = np.asarray(_back_to_int(out[part]) == exact, bool)

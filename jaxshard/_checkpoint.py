@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxshard import _loading, _saving, _snapshot
+from jaxshard import _arrays, _loading, _saving, _snapshot
 from jaxshard._errors import StorageTimeoutError
 from jaxshard._options import LoadOptions, SaveOptions
 from jaxshard._reader import open_checkpoint, size_text
@@ -72,10 +72,11 @@ def save_step(
     overwrite: bool = False,
 ) -> SaveReport:
     """`save` into an open store, with a step."""
-    job = _saving.prepare(
-        store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
-    )
-    _saving.write(job, _snapshot.stage(job.plan, job.tree.leaves, job.values))
+    with _arrays.transfers_allowed():
+        job = _saving.prepare(
+            store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
+        )
+        _saving.write(job, _snapshot.stage(job.plan, job.tree.leaves, job.values))
     report = _saving.report(job)
     _log_saved(report)
     return report
@@ -154,7 +155,8 @@ def save_step_async(
     )
     # The writer gets no values but the staged ones, so that each is freed as it is written.
     pending = PendingSave(dataclasses.replace(job, values=()), budget, then)
-    pending.fill(staged)
+    with _arrays.transfers_allowed():
+        pending.fill(staged)
     return pending
 
 
@@ -367,7 +369,7 @@ def load(
     """
     raise_background_errors()
     _saving.require_one_process()
-    request = _loading.Request(
+    request = _loading.LoadArguments(
         mesh=mesh,
         rules=rules,
         select=select,

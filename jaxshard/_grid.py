@@ -129,11 +129,10 @@ def _piece(
         if math.prod(piece) <= elements:
             break
         tiles = piece[d] // tile[d]
-        wanted = -(-math.prod(piece) // elements)  # cuts that would be enough
+        most = max(1, elements * piece[d] // (math.prod(piece) * tile[d]))  # tiles that fit
         if shard[d] < shape[d]:  # sharded: the piece must divide the shard
-            parts = min((p for p in _divisors(tiles) if p >= wanted), default=tiles)
-            piece[d] = tiles // parts * tile[d]
+            piece[d] = max(n for n in _divisors(tiles) if n <= most) * tile[d]
         else:
-            piece[d] = -(-tiles // min(wanted, tiles)) * tile[d]
+            piece[d] = -(-tiles // -(-tiles // most)) * tile[d]  # as equal as they can be
     # A piece that is a whole axis need not be longer than it (one tile, clipped, is the array).
     return tuple(n if p >= n and t >= n else p for p, n, t in zip(piece, shape, tile, strict=True))

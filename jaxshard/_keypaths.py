@@ -13,7 +13,7 @@ import hashlib
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxshard._errors import FormatError
@@ -39,7 +39,7 @@ def escape(text: str) -> str:
         return "%"
     raw = text.encode("utf-8", "surrogatepass")
     out = "".join(chr(b) if chr(b) in _PLAIN else f"%{b:02X}" for b in raw)
-    if out in {".", "..", "zarr.json"} or out.startswith("__"):
+    if out in {".", ".."} or out.casefold() == "zarr.json" or out.startswith("__"):
         # `.` and `..` walk directories, the others are taken by Zarr v3.
         out = f"%{ord(out[0]):02X}{out[1:]}"
     return out
@@ -158,12 +158,19 @@ def from_json(value: Any) -> Any:
         case {"none": None} if len(value) == 1:
             return None
         case {"float": str(text)} if len(value) == 1:
-            return float.fromhex(text)
+            return _parsed(float.fromhex, text)
         case {"bytes": str(text)} if len(value) == 1:
-            return bytes.fromhex(text)
+            return _parsed(bytes.fromhex, text)
         case {"tuple": list(keys)} if len(value) == 1:
             return tuple(from_json(k) for k in keys)
     raise FormatError(f"manifest: expected a dict key, found {value!r:.80}")
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except (ValueError, OverflowError) as e:
+        raise FormatError(f"manifest: expected a dict key in hex, found {text!r:.80}") from e
 
 
 def is_storable_key(key: Any) -> bool:

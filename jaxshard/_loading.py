@@ -4,9 +4,8 @@ All that differs is found before a byte of data is read, and raised as one error
 """
 
 import dataclasses
-import difflib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ Select = str | Iterable[str] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class LoadArguments:
     """The arguments of a load; see `jaxshard.load`."""
 
     mesh: Any = None
@@ -49,7 +48,7 @@ class _Slot:
 class _Load:
     """One load: what goes where, what is wrong, and the values as they arrive."""
 
-    def __init__(self, checkpoint: Checkpoint, request: Request) -> None:
+    def __init__(self, checkpoint: Checkpoint, request: LoadArguments) -> None:
         self.checkpoint = checkpoint
         self.source = checkpoint.source
         self.tree: TreeSpec = checkpoint.source.manifest.tree
@@ -134,7 +133,7 @@ class _Load:
             _fetch.Want(slot.saved, slot.boxes, self._receiver(slot, failures))
             for slot in self._slots.values()
         )
-        with storage_errors("reading", self.checkpoint.path):
+        with storage_errors("reading", self.checkpoint.path), _arrays.transfers_allowed():
             traffic = _fetch.fetch(
                 self.source,
                 wants,
@@ -178,7 +177,7 @@ class _Load:
 
 
 def load_tree(
-    checkpoint: Checkpoint, like: Any, request: Request, *, in_place: bool = False
+    checkpoint: Checkpoint, like: Any, request: LoadArguments, *, in_place: bool = False
 ) -> tuple[Any, LoadReport]:
     """Load onto `like`, or without it; see `jaxshard.load`.
 
@@ -195,9 +194,9 @@ def load_tree(
         traffic = load.read()
         tree = flat.rebuild(load.values, in_place)
     else:
-        spec = _plan_without(load)
+        moved = _plan_without(load)
         traffic = load.read()
-        tree = _trees.build(spec, load.values)
+        tree = _build_renamed(load, moved)
     report = LoadReport(
         path=checkpoint.path,
         step=checkpoint.step,
@@ -221,6 +220,10 @@ def _plan_onto(load: _Load, like: Any) -> _trees.FlatTree:
         cast=request.cast,
         fill_missing=request.fill_missing,
     )
+    select = _match.as_patterns(request.select)
+    missing = {flat.spec.leaves[n].name for n in matching.missing if request.fill_missing}
+    chosen = _match.selected([name for name, _ in flat.offenders], select) - missing
+    flat.require_sound("loaded onto", chosen)
     load.problems += matching.problems
     load.values = list(flat.values)
     replaced = {mine for mine, _ in matching.pairs}
@@ -240,22 +243,34 @@ def _plan_onto(load: _Load, like: Any) -> _trees.FlatTree:
     return flat
 
 
-def _plan_without(load: _Load) -> TreeSpec:
+def _plan_without(load: _Load) -> dict[int, str]:
+    """Plan a load without `like`; returns the leaves that get another name."""
     request = load.request
     names = _match.wanted_names(load.tree, request.rename)
-    select = [request.select] if isinstance(request.select, str) else request.select
-    chosen = _match.selected(names, None if select is None else list(select))
+    select = _match.as_patterns(request.select)
+    chosen = _match.selected(names, select)
     load.values = [_trees.ABSENT] * len(names)
+    load.problems += _match.name_clashes(names, chosen)
+    moved = {}
     for number, (name, leaf) in enumerate(zip(names, load.tree.leaves, strict=True)):
         if name in chosen and leaf.kind != "function":
             load.want(number, number, None, None, name)
+            if name != leaf.name:
+                moved[number] = name
     if select is not None and not chosen:
-        load.problems.append(_nothing_selected(list(request.select or ()), names))
+        load.problems.append(_match.nothing_selected(select, names))
     load.raise_problems()
-    return _trees.renamed_spec(load.tree, names) if request.rename else load.tree
+    return moved
 
 
-def _nothing_selected(select: Sequence[str], names: Sequence[str]) -> str:
-    close = difflib.get_close_matches("".join(select), names, n=1, cutoff=0.3)
-    meant = f"; there is, for example, {close[0]!r}" if close else ""
-    return f"select {select!r} matches no leaf{meant}"
+def _build_renamed(load: _Load, moved: dict[int, str]) -> Any:
+    """Plain containers; a renamed leaf is taken out of its place and put into dicts."""
+    stay = [_trees.ABSENT if i in moved else value for i, value in enumerate(load.values)]
+    tree = _trees.build(load.tree, stay)
+    for number, name in moved.items():
+        try:
+            tree = _trees.put(tree, name, load.values[number])
+        except ValueError as e:
+            load.problems.append(str(e))
+    load.raise_problems()
+    return tree

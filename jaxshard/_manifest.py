@@ -27,6 +27,7 @@ from jaxshard._spec import (
     MeshSpec,
     Node,
     TreeSpec,
+    walk,
 )
 
 FORMAT_VERSION = 1
@@ -35,6 +36,8 @@ _ATTEMPT = re.compile(r"a-[0-9a-f]{8,32}")
 _END = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"\}\n\Z')
 _HEAD = re.compile(rb'\A\{"a_format":"jaxshard","a_version":(\d{1,9}),')
 _NUMPY_DIMS_MAX = 64
+# What reading a field that is missing or of another type can raise.
+_MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class Manifest:
             return _from_json(json.loads(body))
         except FormatError as e:
             raise FormatError(f"{path}: {e}", path=path) from e
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        except _MALFORMED as e:
             raise FormatError(
                 f"{path}: a field is missing or of the wrong type: {e!r:.200}", path=path
             ) from e
@@ -199,11 +202,12 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     for leaf in leaves:
         if leaf.same_as is not None:
             first = leaves[leaf.same_as] if 0 <= leaf.same_as < len(leaves) else None
-            fits = first is not None and first.same_as is None and first.layout is not None
-            _require(fits, f"leaf {leaf.name!r}, same_as", leaf.same_as)
+            _require(_is_same(first, leaf), f"leaf {leaf.name!r}, same_as", leaf.same_as)
     seen: list[int] = []
     root = _node_from_json(body["tree"], seen, 0)
     _require(seen == list(range(len(leaves))), "tree", "its leaves are not numbered in order")
+    for name, node in walk(root):
+        _require(isinstance(node, Node) or leaves[node].name == name, "tree, name", name)
     processes = tuple(
         ProcessRecord(int(p["table_bytes"]), str(p["table_xxh3_128"])) for p in body["processes"]
     )
@@ -221,6 +225,14 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         processes=processes,
         version=body["a_version"],
     )
+
+
+def _is_same(first: LeafSpec | None, leaf: LeafSpec) -> bool:
+    """Whether one leaf can be the same array as another one."""
+    if first is None or first.layout is None or first.same_as is not None:
+        return False
+    fields = ("kind", "dtype", "shape", "array_shape", "key_impl")
+    return all(getattr(first, f) == getattr(leaf, f) for f in fields)
 
 
 def _require(condition: bool, what: str, found: Any) -> None:  # noqa: FBT001
@@ -252,6 +264,7 @@ def _leaf_from_json(number: int, leaf: dict[str, Any], meshes: tuple[MeshSpec, .
     if "layout" in leaf:
         _require(dtype is not None and array_shape is not None, where, "a layout without a shape")
         layout = _layout_from_json(leaf["layout"], str(dtype), array_shape or (), where)
+    _require_kind(leaf, dtype, shape, array_shape, where)
     needs_layout = array_shape is not None and leaf.get("same_as") is None
     _require(needs_layout == (layout is not None), where, "array and layout do not fit")
     return LeafSpec(
@@ -272,6 +285,27 @@ def _leaf_from_json(number: int, leaf: dict[str, Any], meshes: tuple[MeshSpec, .
         layout=layout,
         digest=leaf.get("digest"),
     )
+
+
+def _require_kind(
+    leaf: dict[str, Any],
+    dtype: Any,
+    shape: tuple[int, ...] | None,
+    array_shape: tuple[int, ...] | None,
+    where: str,
+) -> None:
+    """A leaf has what values of its kind are made of, and nothing that they are not made of."""
+    kind, impl = leaf["kind"], leaf.get("key_impl")
+    if kind == "array":
+        fits = dtype is not None and shape is not None and array_shape == shape
+    elif kind == "key":
+        longer = None not in (shape, array_shape) and array_shape[: len(shape)] == shape  # type: ignore[index,arg-type]
+        fits = dtype == "uint32" and longer and isinstance(impl, str)
+    elif kind in {"str", "bytes"}:
+        fits = array_shape is None or (dtype == "uint8" and len(array_shape) == 1)
+    else:
+        fits = array_shape is None and (kind != "numpy_scalar" or dtype is not None)
+    _require(fits and (impl is None or kind == "key"), f"{where}, kind", kind)
 
 
 def _layout_from_json(
@@ -313,6 +347,9 @@ def _node_from_json(node: Any, seen: list[int], depth: int) -> Node | int:
     _require(node["type"] in NODE_TYPES, "tree, node type", node["type"])
     children = tuple(_node_from_json(child, seen, depth + 1) for child in node["nodes"])
     keys = tuple(_keypaths.from_json(key) for key in node.get("keys", ()))
+    class_name = node.get("class")
+    _require(class_name is None or isinstance(class_name, str), "tree, class", class_name)
     keyed = node["type"] in {"dict", "namedtuple", "object"}
+    _require(len({(type(k), k) for k in keys}) == len(keys), "tree, keys twice", keys)
     _require(len(keys) == (len(children) if keyed else 0), "tree, keys", keys)
-    return Node(node["type"], keys, children, node.get("class"))
+    return Node(node["type"], keys, children, class_name)

@@ -6,11 +6,13 @@ shapes, weak types, key implementations, containers. Every difference becomes on
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxshard import _dtypes
+from jaxshard._keypaths import components
 from jaxshard._patterns import matches_any, renamed
-from jaxshard._spec import LeafSpec, Node, TreeSpec, walk
+from jaxshard._spec import LeafSpec, Node, TreeSpec, child_keys, join, walk
 
 _PYTHON_SCALARS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 _FAMILIES = {"list": "list", "tuple": "tuple", "items": "sequence"}
@@ -36,13 +38,14 @@ def wanted_names(saved: TreeSpec, rename: Mapping[str, str] | None) -> list[str]
     return [renamed(rename or {}, leaf.name) for leaf in saved.leaves]
 
 
-def selected(names: Iterable[str], select: str | Iterable[str] | None) -> set[str]:
+def as_patterns(select: str | Iterable[str] | None) -> list[str] | None:
+    """The patterns of a `select` argument."""
+    return [select] if isinstance(select, str) else None if select is None else list(select)
+
+
+def selected(names: Iterable[str], select: Sequence[str] | None) -> set[str]:
     """The names that `select` asks for; all without it."""
-    patterns = [select] if isinstance(select, str) else select
-    if patterns is None:
-        return set(names)
-    patterns = list(patterns)
-    return {name for name in names if matches_any(patterns, name)}
+    return {name for name in names if select is None or matches_any(select, name)}
 
 
 def match(
@@ -57,9 +60,9 @@ def match(
     """Pair the leaves of `like` with saved ones and say all that differs."""
     names = wanted_names(saved, rename)
     like_names = [leaf.name for leaf in like.leaves]
-    select = [select] if isinstance(select, str) else select
-    chosen = selected([*names, *like_names], None if select is None else list(select))
-    problems = _twice(names, chosen)
+    select = as_patterns(select)
+    chosen = selected([*names, *like_names], select)
+    problems = name_clashes(names, chosen)
     by_name = {name: number for number, name in enumerate(names) if name in chosen}
     pairs, missing = [], []
     for number, leaf in enumerate(like.leaves):
@@ -81,21 +84,31 @@ def match(
     problems += [
         f"{name!r}: saved {saved.leaves[by_name[name]].describe()}, not in like" for name in extra
     ]
-    if select is None and not rename:
-        problems += _containers(saved, like, fill_missing=fill_missing)
+    kept = {leaf.name for leaf, name in zip(saved.leaves, names, strict=True) if leaf.name == name}
+    within = None if select is None and not rename else _groups_above(kept & chosen)
+    problems += _containers(saved, like, within, fill_missing=fill_missing)
+    if select is not None and not chosen:
+        problems.append(nothing_selected(select, [*names, *like_names]))
     return Matching(pairs, missing, problems)
 
 
-def _twice(names: list[str], chosen: set[str]) -> list[str]:
-    seen: set[str] = set()
-    twice = {n for n in names if n in seen or seen.add(n)}  # type: ignore[func-returns-value]
-    return [
-        f"{name!r}: rename gives this name to more than one leaf" for name in sorted(twice & chosen)
+def name_clashes(names: Sequence[str], chosen: set[str]) -> list[str]:
+    """Names that renaming gave to two leaves, or to a leaf and a container."""
+    count = Counter(name for name in names if name in chosen)
+    problems = [
+        f"{name!r}: rename gives this name to more than one leaf"
+        for name, n in count.items()
+        if n > 1
     ]
+    groups = {name.rpartition("/")[0] for name in _prefixes(count) if "/" in name}
+    problems += [
+        f"{name!r}: rename puts other leaves below this leaf" for name in count if name in groups
+    ]
+    return problems
 
 
 def _missing(leaf: LeafSpec, extra: list[str]) -> str:
-    close = difflib.get_close_matches(leaf.name, extra, n=1)
+    close = difflib.get_close_matches(leaf.name, extra, n=1, cutoff=0.7)
     meant = f" (did you mean {close[0]!r}, which only the checkpoint has?)" if close else ""
     return f"{leaf.name!r}: wanted {leaf.describe()}, not in the checkpoint{meant}"
 
@@ -135,22 +148,53 @@ def is_traced_scalar(saved: LeafSpec, wanted: LeafSpec) -> bool:
     return (
         kinds is not None
         and saved.kind == "array"
+        and saved.container == "jax"
         and saved.shape == ()
-        and saved.weak_type
+        and (saved.weak_type or saved.dtype == "bool")  # a bool has no weak type
         and _dtypes.numpy_dtype(str(saved.dtype)).kind in kinds
     )
 
 
-def _containers(saved: TreeSpec, like: TreeSpec, *, fill_missing: bool) -> list[str]:
-    """Containers of one name but another family: a list where a tuple was, a dict for a list."""
+def nothing_selected(select: Sequence[str], names: Sequence[str]) -> str:
+    """The sentence for a `select` that matches no leaf."""
+    close = difflib.get_close_matches("".join(select), names, n=1, cutoff=0.3)
+    meant = f"; there is, for example, {close[0]!r}" if close else ""
+    return f"select {list(select)!r} matches no leaf{meant}"
+
+
+def _groups_above(names: Iterable[str]) -> set[str]:
+    """Names of all containers above these leaves."""
+    return {name.rpartition("/")[0] for name in _prefixes(names)} | {""}
+
+
+def _prefixes(names: Iterable[str]) -> set[str]:
+    parts = (name.split("/") for name in names)
+    return {"/".join(p[: i + 1]) for p in parts for i in range(len(p))}
+
+
+def _containers(
+    saved: TreeSpec, like: TreeSpec, within: set[str] | None, *, fill_missing: bool
+) -> list[str]:
+    """Containers of one name but another family, or with a key of another type.
+
+    Args:
+      saved: of the checkpoint.
+      like: wanted.
+      within: names of the containers to compare; None for all, the empty ones too.
+      fill_missing: whether `like` may have more than the checkpoint.
+    """
     in_saved = {n: node for n, node in walk(saved.root) if isinstance(node, Node)}
     in_like = {n: node for n, node in walk(like.root) if isinstance(node, Node)}
-    leaves = {leaf.name for leaf in saved.leaves} | {leaf.name for leaf in like.leaves}
+    both = [n for n in in_like if n in in_saved and (within is None or n in within)]
     problems = [
-        f"{name!r}: saved a {_family(in_saved[name])}, wanted a {_family(node)}"
-        for name, node in in_like.items()
-        if name in in_saved and _family(in_saved[name]) != _family(node)
+        f"{name!r}: saved a {_family(in_saved[name])}, wanted a {_family(in_like[name])}"
+        for name in both
+        if _family(in_saved[name]) != _family(in_like[name])
     ]
+    problems += [why for n in both for why in _key_types(n, in_saved[n], in_like[n])]
+    if within is not None:
+        return problems
+    leaves = {leaf.name for leaf in saved.leaves} | {leaf.name for leaf in like.leaves}
     problems += [
         f"{name!r}: saved an empty {_family(node)}, not in like"
         for name, node in in_saved.items()
@@ -163,6 +207,16 @@ def _containers(saved: TreeSpec, like: TreeSpec, *, fill_missing: bool) -> list[
             if not node.children and name not in in_saved and name not in leaves
         ]
     return problems
+
+
+def _key_types(name: str, saved: Node, like: Node) -> Iterator[str]:
+    """Keys of one text but another type: `{1: x}` is not `{"1": x}`."""
+    if _family(saved) != _family(like):
+        return
+    ours = dict(zip(components(child_keys(like)), child_keys(like), strict=True))
+    for component, key in zip(components(child_keys(saved)), child_keys(saved), strict=True):
+        if component in ours and type(ours[component]) is not type(key):
+            yield f"{join(name, component)!r}: saved key {key!r}, wanted key {ours[component]!r}"
 
 
 def _family(node: Node) -> str:

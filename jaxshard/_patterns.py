@@ -13,34 +13,32 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_SYMBOL = re.compile(r"\*\*|\*|\{[^{}]*\}|[{}]|[^*{}]+")
+# A slash beside `**` belongs to it: `a/**` also matches `a`, `**/a` also `a`, `a/**/b` also `a/b`.
+_SYMBOL = re.compile(r"/\*\*/|/\*\*$|^\*\*/|\*\*|\*|\{[^{}]*\}|[{}]|[^*{}/]+|/")
+_WILDCARDS = {
+    "/**/": "(?:/|/(.*)/)",
+    "/**": "(?:/(.*)|$)",
+    "**/": "(?:(.*)/|^)",
+    "**": "(.*)",
+    "*": "([^/]*)",
+}
 
 
 @functools.lru_cache(maxsize=4096)
 def _compile(pattern: str) -> re.Pattern[str]:
-    parts: list[str] = []
-    symbols = _SYMBOL.findall(pattern)
-    for i, symbol in enumerate(symbols):
-        if symbol == "**":
-            parts.append("(.*)")
-        elif symbol == "*":
-            parts.append("([^/]*)")
+    parts = []
+    for symbol in _SYMBOL.findall(pattern):
+        if symbol in _WILDCARDS:
+            parts.append(_WILDCARDS[symbol])
         elif symbol in ("{", "}"):
             raise ValueError(
                 f"pattern {pattern!r}: braces must be paired and must not nest\n"
                 "hint: alternatives are written {a,b}"
             )
         elif symbol.startswith("{"):
-            parts.append("(" + "|".join(map(re.escape, symbol[1:-1].split(","))) + ")")
+            parts.append("(?:" + "|".join(map(re.escape, symbol[1:-1].split(","))) + ")")
         else:
-            # `a/**` also matches `a`, and `**/a` also matches `a`: the slash belongs to the `**`.
-            text = re.escape(symbol)
-            if symbol.endswith("/") and symbols[i + 1 : i + 2] == ["**"] and i + 2 == len(symbols):
-                parts.append(text[:-1] + "(?:/|$)")
-            elif symbol.startswith("/") and symbols[:i] == ["**"]:
-                parts.append("(?:^|/)" + text[1:])
-            else:
-                parts.append(text)
+            parts.append(re.escape(symbol))
     return re.compile("".join(parts), re.DOTALL)
 
 
@@ -73,8 +71,8 @@ def renamed(rename: Mapping[str, str], name: str) -> str:
     return name
 
 
-def _fill(wanted: str, captures: Sequence[str]) -> str:
+def _fill(wanted: str, captures: Sequence[str | None]) -> str:
     literals = re.split(r"\*\*|\*", wanted)
-    captures = [*captures, *[""] * len(literals)]
-    filled = "".join(c + text for c, text in zip(["", *captures], literals, strict=False))
-    return filled.strip("/")  # `a/**` may have matched `a` itself
+    values = ["", *(c or "" for c in captures), *[""] * len(literals)]
+    filled = "".join(value + text for value, text in zip(values, literals, strict=False))
+    return re.sub("//+", "/", filled).strip("/")  # a `**` may have stood for nothing

@@ -116,10 +116,11 @@ def _process_plan(
     sizes = [box.size * _layout(leaves[leaf]).itemsize for leaf, _, box in boxes]
     total = sum(map(_aligned, sizes))
     largest = max(map(_aligned, sizes), default=0)
-    # One segment if it fits, else equal ones with room for what is skipped at their ends: an
-    # entry never crosses from one segment to the next.
-    count = max(1, -(-total // max(1, segment_bytes_max)))
-    segment = total if count == 1 else min(total, _aligned(-(-total // count)) + largest)
+    # One segment if it fits, else about equal ones with room for what is skipped at their ends:
+    # an entry never crosses from one segment to the next.
+    limit = max(largest, segment_bytes_max // PACK_ALIGN * PACK_ALIGN)
+    count = -(-total // limit) if limit else 0
+    segment = total if count <= 1 else min(limit, _aligned(-(-total // count)) + largest)
     entries, offset = [], 0
     for (leaf, tile, box), size in zip(boxes, sizes, strict=True):
         room = segment - offset % segment if segment else 0

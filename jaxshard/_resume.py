@@ -163,7 +163,7 @@ class ResumeManager:
         checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
         _warn_of_other_environment(checkpoint)
         options = LoadOptions(donatable=True, release_like=True)
-        request = _loading.Request(options=options)
+        request = _loading.LoadArguments(options=options)
         state, report = _loading.load_tree(checkpoint, like, request, in_place=True)
         _checkpoint.log_loaded(report)
         return state

@@ -122,6 +122,7 @@ def prepare(
     require_one_process()
     metadata = _checked_metadata(metadata)
     flat = _trees.flatten(tree)
+    flat.require_sound("stored; nothing was written")
     with storage_errors("looking at", store.url):
         _commit.require_writable(store, overwrite=overwrite)
     leaves = _with_layouts(flat.spec.leaves, flat.values, options)

@@ -157,10 +157,12 @@ class LocalStore:
 
     def walk(self) -> Iterator[str]:
         """Keys of all files below."""
-        for directory, names, files in os.walk(self._root):
-            names.sort()
-            below = Path(directory).relative_to(self._root)
-            yield from (str(below / name) for name in sorted(files))
+        files = (
+            str(Path(directory).relative_to(self._root) / name)
+            for directory, _, names in os.walk(self._root)
+            for name in names
+        )
+        yield from sorted(files)
 
     def entries(self) -> list[str]:
         """Names of what is directly here."""
@@ -275,8 +277,9 @@ class MemoryStore:
         """Nothing: keys need no directories."""
 
     def write(self, key: str, data: Any) -> None:
-        """Write a file."""
-        self._kv.write(key, bytes(data)).result()
+        """Write a new file."""
+        if not self.create(key, bytes(data)):
+            raise FileExistsError(errno.EEXIST, "the key exists", f"{self.url}/{key}")
 
     def create(self, key: str, data: bytes) -> bool:
         """Let a file appear unless it exists."""

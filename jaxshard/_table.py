@@ -89,7 +89,7 @@ class Table:
         if not len(self.entries) or not 0 < pack_bytes < 1 << 62:
             return len(self.entries) == pack_bytes == 0
         start, nbytes = self.entries["offset"], self.entries["nbytes"]
-        if int(start.max()) > pack_bytes or int(nbytes.max()) > self.segment_bytes:
+        if int(start.max()) >= pack_bytes or int(nbytes.max()) > self.segment_bytes:
             return False
         end = start + nbytes
         rising = bool(np.all(end[:-1] <= start[1:]))

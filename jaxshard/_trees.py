@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import keyword
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -38,11 +38,33 @@ class FlatTree:
       spec: description of the tree; leaves without layouts.
       values: the leaf values, by leaf number.
       rebuild: makes the tree again from as many values; NNX objects new, or the same ones updated.
+      offenders: by name, why a leaf cannot be stored or loaded onto.
     """
 
     spec: TreeSpec
     values: list[Any]
     rebuild: Callable[[list[Any], bool], Any]
+    offenders: list[tuple[str, str]]
+
+    def require_sound(self, doing: str, chosen: Container[str] | None = None) -> None:
+        """Refuse a tree with leaves that are not known.
+
+        Args:
+          doing: what cannot be done with them, for the message.
+          chosen: names that matter; None for all.
+
+        Raises:
+          UnsupportedLeafError: names all of them.
+        """
+        lines = tuple(
+            f"{name!r}: {why}" for name, why in self.offenders if chosen is None or name in chosen
+        )
+        if lines:
+            raise UnsupportedLeafError(
+                bullet_list(f"{len(lines)} leaves cannot be {doing}:", lines),
+                offenders=lines,
+                hint="take them out of the tree, or turn them into arrays, numbers or strings",
+            )
 
 
 def flatten(tree: Any, *, abstract: bool = False) -> FlatTree:
@@ -51,25 +73,11 @@ def flatten(tree: Any, *, abstract: bool = False) -> FlatTree:
     Args:
       tree: any pytree.
       abstract: whether `jax.ShapeDtypeStruct` leaves are welcome (in `like`).
-
-    Raises:
-      UnsupportedLeafError: it holds what cannot be stored; names everything of that kind.
     """
     walker = _Walker(abstract=abstract)
     root, rebuild = walker.start(tree)
-    if walker.offenders:
-        raise UnsupportedLeafError(
-            bullet_list(
-                f"{len(walker.offenders)} leaves cannot be "
-                + ("loaded onto:" if abstract else "stored; nothing was written:"),
-                tuple(walker.offenders),
-            ),
-            offenders=tuple(walker.offenders),
-            hint="take them out of the tree, or turn them into arrays, numbers or strings",
-        )
-    return FlatTree(
-        TreeSpec(root, tuple(walker.leaves), tuple(walker.meshes)), walker.values, rebuild
-    )
+    spec = TreeSpec(root, tuple(walker.leaves), tuple(walker.meshes))
+    return FlatTree(spec, walker.values, rebuild, walker.offenders)
 
 
 class _Walker:
@@ -80,7 +88,7 @@ class _Walker:
         self.leaves: list[LeafSpec] = []
         self.values: list[Any] = []
         self.meshes: dict[MeshSpec, int] = {}
-        self.offenders: list[str] = []
+        self.offenders: list[tuple[str, str]] = []
         self._first: dict[int, int] = {}
         self._graph = _nnx.Graph([])
         self._parts: dict[int, Rebuild] = {}
@@ -100,7 +108,7 @@ class _Walker:
 
     def _visit(self, here: Any, name: str, depth: int) -> tuple[Node | int, Rebuild]:
         if depth > DEPTH_MAX:
-            self.offenders.append(f"{name[:80]!r}…: nested deeper than {DEPTH_MAX} levels")
+            self.offenders.append((f"{name[:80]}…", f"nested deeper than {DEPTH_MAX} levels"))
             return self._leaf(None, name)
         if _arrays.is_plain_leaf(here):
             return self._leaf(here, name)
@@ -117,7 +125,7 @@ class _Walker:
         number = len(self.leaves)
         described = _arrays.describe(name, value, abstract=self.abstract)
         if isinstance(described, str):
-            self.offenders.append(f"{name!r}: {described}")
+            self.offenders.append((name, described))
             described = _arrays.Described(LeafSpec(name=name, kind="none"), None)
         spec, mesh = described
         if mesh is not None:
@@ -135,7 +143,7 @@ class _Walker:
         bad = [k for k in keys if not is_storable_key(k)]
         if bad:
             kinds = ", ".join(sorted({type(k).__name__ for k in bad}))
-            self.offenders.append(f"{name!r}: a dict key of a type that cannot be stored: {kinds}")
+            self.offenders.append((name, f"a dict key of a type that cannot be stored: {kinds}"))
             return Node("dict", (), ()), lambda _: None
         names = components(keys)
         visited = [
@@ -303,20 +311,35 @@ def _fresh_namedtuple(node: Node) -> Any:
     return collections.namedtuple(name if usable else "Saved", fields, rename=True)  # noqa: PYI024
 
 
-def renamed_spec(spec: TreeSpec, names: list[str]) -> TreeSpec:
-    """The description of nested dicts with other names; leaves keep their numbers."""
-    nested: dict[str, Any] = {}
-    for number, name in enumerate(names):
-        here = nested
-        *parents, last = name.split("/")
-        for part in parents:
-            here = here.setdefault(part, {})
-            if not isinstance(here, dict):
-                raise ValueError(f"rename: {name!r} lies below another leaf")  # noqa: TRY004
-        here[last] = number
-    return dataclasses.replace(spec, root=_nested_node(nested))
+def put(tree: Any, name: str, value: Any) -> Any:
+    """Put a renamed leaf at its new place: into dicts, made where there are none.
+
+    Returns:
+      The tree, which is a new one if there was none.
+
+    Raises:
+      ValueError: something that is no dict is in the way.
+    """
+    if not name:
+        return value
+    tree = {} if tree is None else tree
+    here = tree
+    *parents, last = name.split("/")
+    for part in parents:
+        here = _dict_at(here, part, name)
+    _dict_at({"": here}, "%", name)  # the last one must be a dict too
+    here[_key_at(here, last)] = value
+    return tree
 
 
-def _nested_node(nested: dict[str, Any]) -> Node:
-    children = (_nested_node(v) if isinstance(v, dict) else v for v in nested.values())
-    return Node("dict", tuple(map(unescape, nested)), tuple(children))
+def _dict_at(here: Any, component: str, name: str) -> Any:
+    found = here.setdefault(_key_at(here, component), {}) if isinstance(here, dict) else here
+    if not isinstance(found, dict):
+        raise ValueError(f"{name!r}: rename puts it into a {type(found).__name__}")  # noqa: TRY004
+    return found
+
+
+def _key_at(here: dict[Any, Any], component: str) -> Any:
+    """The key of a dict that has this component as its name; a string if there is none yet."""
+    keys = list(here)
+    return dict(zip(components(keys), keys, strict=True)).get(component, unescape(component))
