@@ -143,8 +143,12 @@ def save_step_async(
     *,
     overwrite: bool = False,
     then: Callable[[], None] | None = None,
+    owned: bool = False,
 ) -> "PendingSave":
-    """`save_async` into an open store, with a step; `then` runs behind it, after the commit."""
+    """`save_async` into an open store, with a step; `then` runs behind it, after the commit.
+
+    With `owned` its error is not raised by later saves and loads: somebody else looks after it.
+    """
     job = _saving.prepare(
         store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
     )
@@ -154,7 +158,7 @@ def save_step_async(
         job.plan, job.tree.leaves, job.values, budget=budget, copy_all=copy_all
     )
     # The writer gets no values but the staged ones, so that each is freed as it is written.
-    pending = PendingSave(dataclasses.replace(job, values=()), budget, then)
+    pending = PendingSave(dataclasses.replace(job, values=()), budget, then, owned=owned)
     with _arrays.transfers_allowed():
         pending.fill(staged)
     return pending
@@ -175,16 +179,19 @@ class PendingSave:
     Attributes:
       path: where the checkpoint will be.
       step: its step, if it has one.
+      told: whether `wait` or `exception` has told somebody how it ended.
     """
 
     def __init__(
-        self, job: _saving.SaveJob, budget: Budget, then: Callable[[], None] | None
+        self, job: _saving.SaveJob, budget: Budget, then: Callable[[], None] | None, *, owned: bool
     ) -> None:
         self.path = job.store.url
         self.step = job.step
         self._job: _saving.SaveJob | None = job
         self._began = job.began
         self._then = then
+        self._owned = owned  # by a ResumeManager, which tells of errors in its own way
+        self.told = False
         self._budget = budget
         self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
         self._blocked_s = 0.0
@@ -221,7 +228,8 @@ class PendingSave:
                 self._then()
         except BaseException as e:  # noqa: BLE001  (raised by wait, or by the next call)
             self._error = e
-            _remember(self)
+            if not self._owned:
+                _remember(self)
             logger.error("saving %s failed: %s", self.path, e)  # noqa: TRY400
         finally:
             self._budget.close()
@@ -243,10 +251,9 @@ class PendingSave:
           StorageError: the store failed; there is no checkpoint, earlier ones are untouched.
           ConflictError: another save committed at the path first.
         """
-        self._join(timeout_s)
-        _forget(self)
-        if self._error is not None:
-            raise self._error
+        error = self.exception(timeout_s)
+        if error is not None:
+            raise error
         assert self._report is not None
         return self._report
 
@@ -259,8 +266,14 @@ class PendingSave:
         Raises:
           StorageTimeoutError: still not done after `timeout_s`.
         """
-        self._join(timeout_s)
+        error = self.outcome(timeout_s)
         _forget(self)
+        self.told = True
+        return error
+
+    def outcome(self, timeout_s: float | None = None) -> BaseException | None:
+        """`exception`, for a manager: whether somebody was told stays as it is."""
+        self._join(timeout_s)
         return self._error
 
     def _join(self, timeout_s: float | None) -> None:

@@ -58,16 +58,25 @@ def fetch(
     try:
         _transfer.run(job.requests(wants), bytes_max=host_bytes_max, timeout_s=timeout_s)
     except (CorruptionError, FileNotFoundError) as e:
-        if source.replaced():
-            raise CheckpointReplacedError(
-                f"{source.store.url}: the checkpoint was replaced or deleted while it was read",
-                path=source.store.url,
-                hint="open it again",
-            ) from e
+        raise_if_replaced(source, e)
         if isinstance(e, FileNotFoundError):
             raise _tensors.missing_file("?", str(e.filename)) from e
         raise
     return job.traffic
+
+
+def raise_if_replaced(source: Source, cause: Exception | None) -> None:
+    """What looks like damage may be that the checkpoint is not there any more.
+
+    Raises:
+      CheckpointReplacedError: its manifest is gone or another one.
+    """
+    if source.replaced():
+        raise CheckpointReplacedError(
+            f"{source.store.url}: the checkpoint was replaced or deleted while it was read",
+            path=source.store.url,
+            hint="open it again",
+        ) from cause
 
 
 class _Assembly:

@@ -2,12 +2,14 @@
 
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
+import numpy as np
 
 from jaxshard import _arrays, _checkpoint, _loading, _run, _saving
 from jaxshard._checkpoint import PendingSave
@@ -100,7 +102,7 @@ class ResumeManager:
         self._when_busy = when_busy
         self._on_save_error = on_save_error
         self._options = options
-        self._bad: set[str] = set()  # directories that were found damaged
+        self._bad: dict[str, str] = {}  # directories that were found damaged, and how
         self._pending: PendingSave | None = None
         self._failures = 0
         self._history: list[SavedStep] = []
@@ -135,23 +137,21 @@ class ResumeManager:
         """
         self._require_open()
         self.wait_until_finished()
-        damaged: list[str] = []
         for step_dir in reversed(self._sound()):
             try:
                 state = self._load_onto(step_dir, like)
             except (CorruptionError, NotFoundError, NotCommittedError) as e:
-                self._bad.add(step_dir.name)
-                damaged.append(f"{step_dir.name}: {str(e).splitlines()[0]}")
+                self._bad[step_dir.name] = str(e).splitlines()[0]
                 logger.warning("step %d is damaged and is skipped: %s", step_dir.step, e)
                 continue
             self._last = step_dir.step
             logger.info("resumed %s at step %d", self.path, step_dir.step)
             return state, step_dir.step
-        if damaged:
+        if self._bad:
+            lines = tuple(f"{name}: {why}" for name, why in self._bad.items())
+            title = f"{self.path}: none of {len(lines)} committed steps is sound:"
             raise CorruptionError(
-                bullet_list(
-                    f"{self.path}: none of {len(damaged)} committed steps is sound:", tuple(damaged)
-                ),
+                bullet_list(title, lines),
                 kind=Kind.NOTHING_SOUND,
                 path=self.path,
                 hint="restore the run from a copy, or begin a new one in another directory",
@@ -207,9 +207,11 @@ class ResumeManager:
 
         Raises:
           ConflictError: `step` is not larger than that of the last save or resume.
+          TypeError: `step` is no integer.
           UnsupportedLeafError: the state holds what cannot be stored.
           StorageError: three saves in a row failed; or the last one, at `total`, did.
         """
+        step = _step_number(step)
         self._require_open()
         self._collect()
         if self._total is not None and step >= self._total:
@@ -247,6 +249,7 @@ class ResumeManager:
           UnsupportedLeafError: as for `maybe_save`.
           StorageError: three saves in a row failed; with `wait`, this one did.
         """
+        step = _step_number(step)
         self._require_open()
         self._require_larger(step)
         self.wait_until_finished()
@@ -260,6 +263,7 @@ class ResumeManager:
             metadata,
             self._options,
             then=lambda: self._tidy(step_dir),
+            owned=True,
         )
         if not wait:
             self._pending = pending
@@ -284,7 +288,7 @@ class ResumeManager:
     def _tidy(self, step_dir: StepDir) -> None:
         """Behind a save, in its thread: delete what is not kept; failing at it fails no save."""
         try:
-            gone = _run.tidy(self._store, step_dir, self._keep, self._bad)
+            gone = _run.tidy(self._store, step_dir, self._keep, set(self._bad))
         except (OSError, JaxshardError) as e:
             logger.warning("deleting old steps of %s failed, will be tried again: %s", self.path, e)
             return
@@ -299,7 +303,7 @@ class ResumeManager:
 
     def _note(self, pending: PendingSave) -> BaseException | None:
         """Wait for a save, remember how it ended, and return its error."""
-        error = pending.exception()
+        error = pending.outcome()
         if error is None:
             self._failures = 0
             self._last = max(self._last, pending.step or 0)
@@ -310,7 +314,7 @@ class ResumeManager:
 
     def _count(self, pending: PendingSave) -> None:
         error = self._note(pending)
-        if error is None:
+        if error is None or pending.told:
             return
         if self._on_save_error == "raise" or not isinstance(error, JaxshardError):
             raise error
@@ -393,6 +397,19 @@ class ResumeManager:
 
     def __repr__(self) -> str:
         return f"<ResumeManager {self.path!r}, steps {self.all_steps()}>"
+
+
+def _step_number(step: Any) -> int:
+    """A step as a Python int: any integer will do, also a 0-d array; a bool or float will not."""
+    try:
+        if isinstance(step, (bool, np.bool_)):
+            raise TypeError  # noqa: TRY301
+        return operator.index(step)
+    except TypeError as e:
+        raise TypeError(
+            f"expected step to be an integer, the number of completed updates, found {step!r}\n"
+            "hint: for step in run.steps(total) gives it"
+        ) from e
 
 
 def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

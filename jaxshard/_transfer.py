@@ -69,8 +69,10 @@ def run(requests: Iterable[Request], *, bytes_max: int, timeout_s: float | None 
 def _finish(
     request: Request, future: Future, deadline: float | None, timeout_s: float | None
 ) -> None:
-    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    left = None if deadline is None else deadline - time.monotonic()
     try:
+        if left is not None and left <= 0:
+            raise TimeoutError  # noqa: TRY301  (one way out, whether it is late or not yet done)
         result = future.result(left)
     except TimeoutError as e:
         raise StorageTimeoutError(

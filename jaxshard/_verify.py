@@ -10,6 +10,7 @@ import numpy as np
 from jaxshard import _fetch, _plan, _source, _table, _tensors, _zarr
 from jaxshard._boxes import Box
 from jaxshard._errors import CorruptionError, FormatError, bullet_list
+from jaxshard._fetch import raise_if_replaced
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._reader import open_checkpoint, size_text
 from jaxshard._spec import LeafSpec
@@ -91,6 +92,7 @@ def verify(path: PathLike, *, read_data: bool = True) -> VerifyReport:
     Raises:
       NotFoundError: nothing is at `path`, or a run directory.
       NotCommittedError: a save was begun there and never committed.
+      CheckpointReplacedError: a writer replaced or deleted it meanwhile.
 
     Example:
       >>> import jax.numpy as jnp, jaxshard
@@ -106,12 +108,18 @@ def verify(path: PathLike, *, read_data: bool = True) -> VerifyReport:
         return VerifyReport(store.url, (problem,), (), 1, 0)
     with storage_errors("verifying", store.url):
         check = _Check(checkpoint.source)
-        check.small_files()
-        if check.tables_sound:
-            check.coverage()
-        check.pieces(read_data=read_data)
-        check.packs(read_data=read_data)
-        leftovers = check.others()
+        try:
+            check.small_files()
+            if check.tables_sound:
+                check.coverage()
+            check.pieces(read_data=read_data)
+            check.packs(read_data=read_data)
+            leftovers = check.others()
+        except FileNotFoundError as e:  # between two looks at it
+            raise_if_replaced(checkpoint.source, e)
+            raise
+        if check.problems:
+            raise_if_replaced(checkpoint.source, None)
     return VerifyReport(
         store.url, tuple(check.problems), tuple(leftovers), len(check.expected), check.nbytes
     )
@@ -306,12 +314,17 @@ class _Check:
     def others(self) -> list[str]:
         """Leftovers; files inside the attempt that do not belong there become problems."""
         leftovers = []
+        # Where nothing is known about what should be there, nothing is too much.
+        leaves = [self.manifest.tree.leaves[number] for number in self.unsound]
+        unknown = tuple(f"{self.attempt}/data/{_source.layout_of(leaf).path}/" for leaf in leaves)
+        if not self.tables_sound:
+            unknown += (f"{self.attempt}/packs/",)
         for file in self.store.walk():
             if file in self.expected:
                 continue
             if not file.startswith(f"{self.attempt}/") or _TEMPORARY.match(file):
                 leftovers.append(file)
-            elif self.tables_sound or "/packs/" not in file:
+            elif not file.startswith(unknown):
                 self._problem("extra", file, "no leaf of the manifest has it")
         return leftovers
 

@@ -1,0 +1,366 @@
+"""Plans: every byte has one writer and one place; every tile that is needed is read once."""
+
+import math
+import time
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from jaxshard import _dtypes, _grid, _plan
+from jaxshard._boxes import Box, Lattice, covers_exactly_once
+from jaxshard._manifest import stored_shape
+from jaxshard._plan import Holders, blocks, element_box, plan_load, plan_save, stored_box
+from jaxshard._spec import Layout, LeafSpec
+
+MIB = 1 << 20
+quick = settings(derandomize=True, deadline=None, max_examples=40)
+
+
+def leaf(name, shape, partitions=None, *, dtype="float32", packed=False, limit=64 * MIB, writers=1):
+    per_byte = _dtypes.elements_per_byte(dtype) if shape else 1
+    stored, kind = stored_shape(shape, per_byte), _dtypes.stored_dtype(dtype)
+    itemsize = _dtypes.numpy_dtype(kind).itemsize
+    parts = partitions or (1,) * len(shape)
+    grid = _grid.choose(stored, parts, itemsize, piece_bytes_max=limit, writers=writers)
+    layout = Layout(name, kind, per_byte, stored, *grid, packed)
+    return LeafSpec(
+        name=name, kind="array", dtype=dtype, shape=shape, array_shape=shape, layout=layout
+    )
+
+
+@st.composite
+def states(draw):
+    """(leaves, holders, processes, segment_bytes_max)."""
+    processes = draw(st.integers(1, 5))
+    leaves, holders = [], []
+    for number in range(draw(st.integers(0, 6))):
+        rank = draw(st.integers(0, 3))
+        parts = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(rank))
+        shape = tuple(draw(st.integers(0 if p == 1 else 1, 6)) * p for p in parts)
+        leaves.append(
+            leaf(
+                f"leaf{number}",
+                shape,
+                parts,
+                dtype=draw(st.sampled_from(["float32", "uint8", "complex128"])),
+                packed=draw(st.booleans()),
+                limit=draw(st.sampled_from([4, 64, 300, MIB])),
+                writers=draw(st.integers(1, 3)),
+            )
+        )
+        some = st.sets(st.integers(0, processes - 1), min_size=1).map(lambda s: tuple(sorted(s)))
+        held = Holders(parts, tuple(draw(some) for _ in range(math.prod(parts))))
+        holders.append(draw(st.sampled_from([held, None])))
+    return leaves, holders, processes, draw(st.sampled_from([1, 64, 200, 1000, MIB]))
+
+
+def plans_of(state):
+    leaves, holders, processes, segment = state
+    return plan_save(leaves, holders, processes=processes, segment_bytes_max=segment)
+
+
+# Saving -------------------------------------------------------------------------------------
+
+
+@quick
+@given(states())
+def test_the_plans_of_all_processes_cover_every_leaf_exactly_once(state):
+    plans = plans_of(state)
+    for number, spec in enumerate(state[0]):
+        tasks = [t for plan in plans for t in (*plan.pieces, *plan.entries) if t.leaf == number]
+        assert covers_exactly_once([t.box for t in tasks], Box.whole(spec.layout.shape))
+
+
+@quick
+@given(states())
+def test_a_leaf_lies_in_files_or_in_packs_as_its_layout_says(state):
+    leaves = state[0]
+    for plan in plans_of(state):
+        assert not any(leaves[p.leaf].layout.packed for p in plan.pieces)
+        assert all(leaves[e.leaf].layout.packed for e in plan.entries)
+
+
+@quick
+@given(states())
+def test_pieces_and_entries_are_cells_of_the_grid_with_their_bytes(state):
+    leaves = state[0]
+    for plan in plans_of(state):
+        for piece in plan.pieces:
+            layout = leaves[piece.leaf].layout
+            assert _plan.piece_lattice(layout).box(piece.number) == piece.box
+            assert piece.nbytes == piece.box.size * layout.itemsize
+        for entry in plan.entries:
+            layout = leaves[entry.leaf].layout
+            assert _plan.tile_lattice(layout).box(entry.tile) == entry.box
+            assert entry.nbytes == entry.box.size * layout.itemsize
+
+
+@quick
+@given(states())
+def test_only_a_process_that_holds_a_piece_writes_it(state):
+    leaves, holders, *_ = state
+    for process, plan in enumerate(plans_of(state)):
+        for task in (*plan.pieces, *plan.entries):
+            held = holders[task.leaf]
+            shape = leaves[task.leaf].layout.shape
+            assert process in ((0,) if held is None else held.of(task.box, shape))
+
+
+@quick
+@given(states())
+def test_entries_are_aligned_and_never_overlap_or_cross_from_file_to_file(state):
+    for plan in plans_of(state):
+        end = 0
+        for entry in plan.entries:
+            assert entry.offset % _plan.PACK_ALIGN == 0
+            assert entry.offset >= end
+            end = entry.offset + entry.nbytes
+            assert entry.offset // plan.segment_bytes == (end - 1) // plan.segment_bytes
+        assert end <= plan.segment_bytes * plan.segments
+        assert bool(plan.entries) == bool(plan.segments)
+
+
+@quick
+@given(states())
+def test_the_files_of_a_pack_are_no_larger_than_asked_unless_one_entry_is(state):
+    for plan in plans_of(state):
+        largest = max((e.nbytes for e in plan.entries), default=0)
+        limit = max(state[3], largest)
+        assert plan.segment_bytes <= -(-limit // _plan.PACK_ALIGN) * _plan.PACK_ALIGN
+
+
+@quick
+@given(states())
+def test_no_file_of_a_pack_is_empty(state):
+    for plan in plans_of(state):
+        used = {e.offset // plan.segment_bytes for e in plan.entries}
+        assert used == set(range(plan.segments))
+
+
+@quick
+@given(states())
+def test_large_pieces_come_first(state):
+    for plan in plans_of(state):
+        sizes = [p.nbytes for p in plan.pieces]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+@quick
+@given(states())
+def test_every_process_finds_the_same_plans(state):
+    assert plans_of(state) == plans_of(state)
+
+
+def test_a_leaf_that_is_another_one_or_no_array_is_not_written():
+    first = leaf("a", (4,))
+    same = LeafSpec(name="b", kind="array", dtype="float32", array_shape=(4,), same_as=0)
+    number = LeafSpec(name="c", kind="int", value="0x1")
+    (plan,) = plan_save([first, same, number], [None] * 3)
+    assert [p.leaf for p in plan.pieces] == [0]
+    assert plan.nbytes == 16
+
+
+def test_bytes_of_a_plan_count_the_padding_of_the_pack():
+    (plan,) = plan_save([leaf("a", (3,), packed=True), leaf("b", (5,))], [None] * 2)
+    assert (plan.segment_bytes, plan.segments, plan.nbytes) == (64, 1, 64 + 20)
+
+
+def test_a_packed_leaf_of_many_tiles_may_lie_in_several_files():
+    spec = leaf("a", (1000,), packed=True, limit=400)
+    (plan,) = plan_save([spec], [None], segment_bytes_max=1024)
+    assert plan.segments >= 4
+    assert len(plan.entries) == _plan.tile_lattice(spec.layout).size
+
+
+def transformer(writers):
+    """Shapes of a decoder with weights, two moments and norms; none divides by eleven."""
+    shapes = [(32000, 768), (32000, 768)]
+    for _ in range(12):
+        shapes += [(768, 2304), (768, 768), (768, 3072), (3072, 768), (768,), (768,)]
+    return [
+        leaf(f"{which}/{i}", shape, writers=writers, packed=math.prod(shape) * 4 < MIB)
+        for which in ("w", "mu", "nu")
+        for i, shape in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("processes", [2, 3, 8, 11, 13])
+def test_replicas_share_the_bytes_evenly_also_where_nothing_divides_by_their_number(processes):
+    # CASE 49: eleven replicas, no dimension divides by eleven.
+    leaves = transformer(processes)
+    holders = [Holders((1,) * len(x.shape), (tuple(range(processes)),)) for x in leaves]
+    plans = plan_save(leaves, holders, processes=processes)
+    shares = [plan.nbytes for plan in plans]
+    assert max(shares) <= 1.1 * sum(shares) / processes
+
+
+@pytest.mark.parametrize("processes", [8, 11])
+def test_sharded_and_replicated_leaves_together_are_shared_evenly(processes):
+    everyone = tuple(range(processes))
+    sharded = [leaf(f"s{i}", (1024 * processes, 512), (processes, 1)) for i in range(4)]
+    copied = [leaf(f"r{i}", (4096, 768), writers=processes) for i in range(8)]
+    small = [leaf(f"n{i}", (768,), packed=True) for i in range(200)]
+    holders = (
+        [Holders((processes, 1), tuple((p,) for p in everyone))] * 4
+        + [Holders((1, 1), (everyone,))] * 8
+        + [Holders((1,), (everyone,))] * 200
+    )
+    plans = plan_save([*sharded, *copied, *small], holders, processes=processes)
+    shares = [plan.nbytes for plan in plans]
+    assert max(shares) <= 1.1 * sum(shares) / processes
+
+
+def test_20_000_pieces_on_64_processes_are_planned_quickly():
+    leaves = [leaf(f"l{i}", (4096, 1024), (64, 1)) for i in range(313)]
+    holders = [Holders((64, 1), tuple((p,) for p in range(64)))] * len(leaves)
+    began = time.perf_counter()
+    plans = plan_save(leaves, holders, processes=64)
+    assert sum(len(p.pieces) for p in plans) >= 20_000
+    assert time.perf_counter() - began < 10
+
+
+def test_20_000_small_leaves_are_packed_quickly():
+    leaves = [leaf(f"l{i}", (16,), packed=True) for i in range(20_000)]
+    began = time.perf_counter()
+    (plan,) = plan_save(leaves, [None] * len(leaves))
+    assert len(plan.entries) == 20_000
+    assert time.perf_counter() - began < 10
+
+
+# Loading ------------------------------------------------------------------------------------
+
+
+@st.composite
+def loads(draw):
+    """(layout, wanted boxes, slab_bytes_max); the boxes are of a mesh, or anything."""
+    rank = draw(st.integers(0, 3))
+    parts = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(rank))
+    shape = tuple(draw(st.integers(0 if p == 1 else 1, 7)) * p for p in parts)
+    limit = draw(st.sampled_from([4, 24, 100, 1000]))
+    layout = leaf("a", shape, parts, limit=limit).layout
+    if draw(st.booleans()):
+        cells = Lattice(shape, tuple(draw(st.integers(max(1, n // 3), max(1, n))) for n in shape))
+        wanted = [cells.box(i) for i in range(cells.size)]
+    else:
+        wanted = []
+        for _ in range(draw(st.integers(0, 4))):
+            offset = tuple(draw(st.integers(0, n)) for n in shape)
+            room = [n - o for n, o in zip(shape, offset, strict=True)]
+            wanted.append(Box(offset, tuple(draw(st.integers(0, n)) for n in room)))
+    return layout, list(dict.fromkeys(wanted)), draw(st.sampled_from([1, 16, 64, 10_000]))
+
+
+def slabs_of(case):
+    layout, wanted, limit = case
+    return plan_load(layout, wanted, slab_bytes_max=limit)
+
+
+@quick
+@given(loads())
+def test_every_tile_that_is_needed_is_read_exactly_once(case):
+    layout, wanted, _ = case
+    tiles = _plan.tile_lattice(layout)
+    read = [t for slab in slabs_of(case) for t in tiles.touching(slab.box)]
+    assert sorted(read) == sorted({t for box in wanted for t in tiles.touching(box)})
+
+
+@quick
+@given(loads())
+def test_a_slab_is_whole_tiles_of_one_piece(case):
+    layout = case[0]
+    tiles, pieces = _plan.tile_lattice(layout), _plan.piece_lattice(layout)
+    for slab in slabs_of(case):
+        assert pieces.box(slab.piece).contains(slab.box)
+        inside = [tiles.box(t) for t in tiles.touching(slab.box)]
+        assert covers_exactly_once(inside, slab.box)
+
+
+@quick
+@given(loads())
+def test_a_slab_goes_straight_to_a_box_only_if_that_holds_all_of_it_and_no_other_needs_it(case):
+    wanted = case[1]
+    for slab in slabs_of(case):
+        touching = tuple(i for i, box in enumerate(wanted) if box.intersect(slab.box))
+        alone = len(touching) == 1 and wanted[touching[0]].contains(slab.box)
+        assert slab.targets == touching
+        assert slab.target == (touching[0] if alone else None)
+
+
+@quick
+@given(loads())
+def test_a_slab_keeps_the_limit_unless_it_is_one_tile(case):
+    layout, _, limit = case
+    for slab in slabs_of(case):
+        one_tile = len(list(_plan.tile_lattice(layout).touching(slab.box))) == 1
+        assert one_tile or slab.box.size * layout.itemsize <= limit
+
+
+@quick
+@given(loads())
+def test_slabs_come_piece_by_piece(case):
+    pieces = [slab.piece for slab in slabs_of(case)]
+    assert pieces == sorted(pieces)
+
+
+def test_nothing_is_read_for_boxes_without_elements():
+    layout = leaf("a", (4, 4)).layout
+    assert plan_load(layout, [Box((0, 2), (4, 0))], slab_bytes_max=MIB) == []
+    assert plan_load(layout, [], slab_bytes_max=MIB) == []
+
+
+def test_20_000_pieces_are_planned_for_loading_quickly():
+    layout = Layout("a", "float32", 1, (20_000, 1024), (1, 1024), (1, 256), packed=False)
+    wanted = [Box((i * 2500, 0), (2500, 1024)) for i in range(8)]
+    began = time.perf_counter()
+    slabs = plan_load(layout, wanted, slab_bytes_max=MIB)
+    assert len(slabs) == 20_000
+    assert time.perf_counter() - began < 10
+
+
+# Blocks and boxes of packed elements --------------------------------------------------------
+
+
+@quick
+@given(loads())
+def test_blocks_cover_a_box_of_whole_tiles_exactly_once(case):
+    layout, _, limit = case
+    whole = Box.whole(layout.shape)
+    cuts = blocks(layout, whole, limit) if whole.size else []
+    assert covers_exactly_once(cuts, whole)
+    tiles = _plan.tile_lattice(layout)
+    for cut in cuts:
+        inside = [tiles.box(t) for t in tiles.touching(cut)]
+        assert covers_exactly_once(inside, cut)
+        assert len(inside) == 1 or cut.size * layout.itemsize <= limit
+
+
+@quick
+@given(
+    st.sampled_from(["int4", "uint2", "uint1", "float32", "float6_e2m3fn"]),
+    st.lists(st.integers(0, 20), max_size=2),
+    st.data(),
+)
+def test_a_stored_box_covers_the_elements_and_hardly_more(dtype, shape, data):
+    shape = tuple(shape)
+    layout = leaf("a", shape, dtype=dtype).layout
+    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+    room = [n - o for n, o in zip(shape, offset, strict=True)]
+    box = Box(offset, tuple(data.draw(st.integers(0, n)) for n in room))
+    stored = stored_box(box, layout)
+    assert Box.whole(layout.shape).contains(stored)
+    if box.size:
+        around = element_box(stored, layout, shape)
+        assert around.contains(box)
+        assert Box.whole(shape).contains(around)
+        assert all(
+            a - b < 2 * layout.per_byte for a, b in zip(around.shape, box.shape, strict=True)
+        )
+    else:
+        assert stored.size == 0
+
+
+def test_whole_and_part_of_packed_elements():
+    layout = leaf("a", (3, 5), dtype="int4").layout
+    assert stored_box(Box((0, 1), (3, 2)), layout) == Box((0, 0), (3, 2))
+    assert element_box(Box((0, 2), (3, 1)), layout, (3, 5)) == Box((0, 4), (3, 1))
