@@ -214,11 +214,17 @@ def shards(spec: LeafSpec, value: Any) -> list[Shard]:
         found: dict[Box, Shard] = {}
         for shard in _base(value).addressable_shards:
             box = Box.from_slices(shard.index, shape)
-            found.setdefault(box, Shard(box, functools.partial(np.asarray, shard.data)))
+            found.setdefault(box, Shard(box, functools.partial(_host, shard.data)))
         return list(found.values())
     if isinstance(value, np.ndarray):
         return [Shard(Box.whole(shape), lambda: value)]
     return [Shard(Box.whole(shape), lambda: np.frombuffer(_text_bytes(value), np.uint8))]
+
+
+def _host(data: Any) -> Array:
+    """The elements of one shard: a view on CPU, else a copy that JAX does not keep."""
+    # np.asarray caches a copy on the array that it is asked for; this one is gone at once.
+    return np.asarray(_assemble(data, weak_type=False, committed=True))
 
 
 def is_view(spec: LeafSpec, value: Any) -> bool:

@@ -18,6 +18,9 @@ from jaxshard._store import PathLike, Store, open_store
 
 logger = logging.getLogger("jaxshard")
 
+_POLL_S = 0.01
+_END: Any = object()
+
 
 def save(
     path: PathLike,
@@ -193,7 +196,7 @@ class PendingSave:
         self._owned = owned  # by a ResumeManager, which tells of errors in its own way
         self.told = False
         self._budget = budget
-        self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
+        self._staged: queue.SimpleQueue[Staged] = queue.SimpleQueue()
         self._blocked_s = 0.0
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -213,14 +216,14 @@ class PendingSave:
         self._end_snapshot()
 
     def _end_snapshot(self) -> None:
-        self._staged.put(None)
+        self._staged.put(_END)
         self._blocked_s = time.monotonic() - self._began
         self._filled.set()
 
     def _work(self) -> None:
         assert self._job is not None
         try:
-            _saving.write(self._job, iter(self._staged.get, None))
+            _saving.write(self._job, self._arrivals())
             self._filled.wait()
             self._report = _saving.report(self._job, blocked_s=self._blocked_s)
             _log_saved(self._report)
@@ -235,6 +238,18 @@ class PendingSave:
             self._budget.close()
             self._staged = queue.SimpleQueue()  # drops the views of what was not written
             self._job = None
+
+    def _arrivals(self) -> Iterator[Staged | None]:
+        """What the snapshot hands over; None while it waits, perhaps for memory that we hold."""
+        while True:
+            try:
+                item = self._staged.get(timeout=_POLL_S)
+            except queue.Empty:
+                yield None
+                continue
+            if item is _END:
+                return
+            yield item
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

@@ -15,7 +15,7 @@ class SaveOptions:
     Attributes:
       host_bytes_max: upper limit, in bytes, of host memory that the save takes beyond the arrays:
         copies of the snapshot and buffers in flight. None: for copies the smaller of what is to be
-        copied and half of the free host memory (cgroups respected), for buffers 256 MiB.
+        copied and half of the free host memory (cgroups respected), for buffers 128 MiB.
       piece_bytes_max: upper limit of one file, in bytes, as far as the sharding allows it.
       pack_below: pieces smaller than this many bytes share the files of a pack; 0 gives every
         piece a file of its own, readable by any Zarr v3 reader.

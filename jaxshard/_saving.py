@@ -42,7 +42,7 @@ from jaxshard._spec import Layout, LeafSpec, TreeSpec
 from jaxshard._store import Store, storage_errors
 from jaxshard._transfer import Request
 
-_WINDOW_BYTES = 256 << 20
+_WINDOW_BYTES = 128 << 20  # of pieces in flight; TensorStore copies those with narrow tiles
 _SPARE_BYTES = 1 << 20  # for what the plan does not count: directories, indices, the manifest
 
 
@@ -142,6 +142,13 @@ def prepare(
     )
 
 
+def _piece_bytes_max(options: SaveOptions) -> int:
+    """Limit of a piece; under a small budget two must fit into the half that is in flight."""
+    if options.host_bytes_max is None:
+        return options.piece_bytes_max
+    return min(options.piece_bytes_max, max(_grid.TILE_BYTES, options.host_bytes_max // 4))
+
+
 def _window_bytes(options: SaveOptions) -> int:
     return _WINDOW_BYTES if options.host_bytes_max is None else max(1, options.host_bytes_max // 2)
 
@@ -183,14 +190,14 @@ def _layout(leaf: LeafSpec, partitions: tuple[int, ...], path: str, options: Sav
     itemsize = _dtypes.numpy_dtype(stored_type).itemsize
     stored_shape = _manifest.stored_shape(shape, per_byte)
     piece, tile = _grid.choose(
-        stored_shape, partitions, itemsize, piece_bytes_max=options.piece_bytes_max
+        stored_shape, partitions, itemsize, piece_bytes_max=_piece_bytes_max(options)
     )
     piece_bytes = itemsize * math.prod(min(p, n) for p, n in zip(piece, stored_shape, strict=True))
     packed = piece_bytes < options.pack_below
     return Layout(path, stored_type, per_byte, stored_shape, piece, tile, packed)
 
 
-def write(job: SaveJob, staged: Iterable[Staged]) -> None:
+def write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
     """Write everything and commit; on any error, remove the attempt and leave the rest alone.
 
     Raises:
@@ -218,7 +225,7 @@ def _require_space(job: SaveJob) -> None:
         )
 
 
-def _write(job: SaveJob, staged: Iterable[Staged]) -> None:
+def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
     job.store.make_dirs(_directories(job))
     record = _Record(job)
     _transfer.run(
@@ -278,10 +285,15 @@ class _Record:
         self._pieces: list[tuple[int, int, int, list[tuple[int, bytes]]]] = []
         self._entries: list[tuple[_plan.Entry, bytes]] = []
 
-    def requests(self, staged: Iterator[Staged]) -> Iterator[Request]:
-        """Pieces, then the small files (while pieces are in flight), then the pack."""
+    def requests(self, staged: Iterator[Staged | None]) -> Iterator[Request | None]:
+        """Pieces, then the small files (while pieces are in flight), then the pack.
+
+        A None of `staged` (not there yet) is passed on.
+        """
         for _ in self._job.plan.pieces:
-            yield self._piece_request(_next(staged))
+            while (item := _next(staged)) is None:
+                yield None
+            yield self._piece_request(item)
         for key, data in self._small_files():
             yield self._file_request(key, data)
         yield from self._pack_requests(staged)
@@ -330,16 +342,19 @@ class _Record:
 
         return Request(len(data), start, _ignore, _as_it_is)
 
-    def _pack_requests(self, staged: Iterator[Staged]) -> Iterator[Request]:
+    def _pack_requests(self, staged: Iterator[Staged | None]) -> Iterator[Request | None]:
         """One request for each file of the pack, assembled in memory."""
         plan = self._job.plan
         entries = iter(plan.entries)
         entry = next(entries, None)
         for segment in range(plan.segments):
-            buffer = np.zeros(plan.segment_bytes, np.uint8)
+            buffer = _tensors.empty((plan.segment_bytes,), np.dtype(np.uint8))
+            buffer[:] = 0
             end = (segment + 1) * plan.segment_bytes
             while entry is not None and entry.offset < end:
-                self._put(_next(staged), entry, buffer, segment * plan.segment_bytes)
+                while (item := _next(staged)) is None:
+                    yield None
+                self._put(item, entry, buffer, segment * plan.segment_bytes)
                 entry = next(entries, None)
             yield self._file_request(_source.pack_file(self._job.attempt, 0, segment), buffer)
 
@@ -407,11 +422,11 @@ class SnapshotStoppedError(Exception):
     """The snapshot ended early, because the caller failed or gave up."""
 
 
-def _next(staged: Iterator[Staged]) -> Staged:
-    found = next(staged, None)
-    if found is None:
-        raise SnapshotStoppedError
-    return found
+def _next(staged: Iterator[Staged | None]) -> Staged | None:
+    try:
+        return next(staged)
+    except StopIteration:
+        raise SnapshotStoppedError from None
 
 
 class _Written:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _arrays, _plan
+from jaxshard import _arrays, _plan, _tensors
 from jaxshard._boxes import Box
 from jaxshard._plan import Entry, Piece, ProcessPlan
 from jaxshard._source import layout_of
@@ -101,7 +101,13 @@ def stage(
             continue
         if not budget.acquire(part.nbytes):
             return
-        yield Staged(task, np.array(part), _releaser(budget, part.nbytes))
+        yield Staged(task, _copy(part), _releaser(budget, part.nbytes))
+
+
+def _copy(part: Array) -> Array:
+    copied = _tensors.empty(part.shape, part.dtype)
+    copied[...] = part
+    return copied
 
 
 def _nothing() -> None:

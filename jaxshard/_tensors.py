@@ -161,7 +161,10 @@ def write_error(error: Exception, name: str, file: str) -> Exception:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array, 64-byte aligned, in huge pages if it is large.
+    """An uninitialised array, 64-byte aligned, in huge pages of its own if it is large.
+
+    Large ones go back to the system when they are dropped: from malloc, buffers of the threads of
+    asynchronous saves stayed in its arenas (250 MiB more after 20 saves of 16 MiB).
 
     Page faults decide how fast a load is: a private mapping with MADV_HUGEPAGE, aligned to 2 MiB,
     cut 197,000 faults to 870 and the time of a load of 770 MB by more than half.

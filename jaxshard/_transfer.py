@@ -39,8 +39,13 @@ class Request(NamedTuple):
     failed: Callable[[Exception], Exception]
 
 
-def run(requests: Iterable[Request], *, bytes_max: int, timeout_s: float | None = None) -> None:
+def run(
+    requests: Iterable[Request | None], *, bytes_max: int, timeout_s: float | None = None
+) -> None:
     """Run all requests, at most `bytes_max` in flight (one larger one alone).
+
+    None among the requests means that the next one is not there yet: what is in flight is finished
+    meanwhile, since the next one may wait for the memory that it holds.
 
     When one fails, no further one is begun, those in flight are waited for, and its error is
     raised: when this returns, nothing is being read or written any more.
@@ -53,6 +58,11 @@ def run(requests: Iterable[Request], *, bytes_max: int, timeout_s: float | None 
     held = 0
     try:
         for request in requests:
+            if request is None:
+                if flying:
+                    _finish(*flying[0], deadline, timeout_s)
+                    held -= flying.popleft()[0].nbytes
+                continue
             while flying and (held + request.nbytes > bytes_max or len(flying) >= _IN_FLIGHT_MAX):
                 _finish(*flying[0], deadline, timeout_s)
                 held -= flying.popleft()[0].nbytes
