@@ -105,15 +105,15 @@ def to_stored(array: np.ndarray[Any, Any], name: str, per_byte: int) -> np.ndarr
     if name not in _CARRIER:
         return array
     raw = np.ascontiguousarray(array).view(np.uint8).reshape(array.shape)
-    if bits(name) < 8:
-        raw = raw & np.uint8((1 << bits(name)) - 1)
+    mask = np.uint8((1 << min(8, bits(name))) - 1)
     if per_byte == 1:
-        return raw
-    n = array.shape[-1]
-    padded = np.zeros((*array.shape[:-1], -(-n // per_byte), per_byte), np.uint8)
-    padded.reshape(*array.shape[:-1], -1)[..., :n] = raw
-    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits(name))
-    packed: np.ndarray[Any, Any] = np.bitwise_or.reduce(padded << shifts, axis=-1)
+        return raw & mask
+    # Slot by slot, so that no copy of the unpacked elements is made.
+    packed = np.zeros((*raw.shape[:-1], -(-raw.shape[-1] // per_byte)), np.uint8)
+    for slot in range(per_byte):
+        part = raw[..., slot::per_byte] & mask
+        part <<= np.uint8(slot * bits(name))
+        packed[..., : part.shape[-1]] |= part
     return packed
 
 
@@ -127,11 +127,13 @@ def from_stored(
     raw = stored.reshape(-1) if stored.ndim == 0 else stored
     if per_byte > 1:
         mask = np.uint8((1 << bits(name)) - 1)
-        shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits(name))
-        raw = (stored[..., None] >> shifts) & mask
-        raw = raw.reshape(*stored.shape[:-1], stored.shape[-1] * per_byte)[..., last]
+        unpacked = np.empty((*stored.shape[:-1], stored.shape[-1] * per_byte), np.uint8)
+        for slot in range(per_byte):
+            unpacked[..., slot::per_byte] = (stored >> np.uint8(slot * bits(name))) & mask
+        raw = unpacked[..., last]
     if name in {"int1", "int2", "int4"}:  # ml_dtypes keeps signed ones sign-extended in memory
         sign = np.uint8(1 << (bits(name) - 1))
-        raw = ((raw ^ sign) - sign).astype(np.uint8, copy=False)
+        raw = raw ^ sign
+        raw -= sign
     shape = raw.shape if stored.ndim else ()
     return np.ascontiguousarray(raw).view(dtype).reshape(shape)

@@ -62,6 +62,8 @@ def fetch(
         if isinstance(e, FileNotFoundError):
             raise _tensors.missing_file("?", str(e.filename)) from e
         raise
+    if job.traffic.bytes_read > _tensors.TRIM_BYTES:
+        _tensors.trim_heap()
     return job.traffic
 
 

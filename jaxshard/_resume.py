@@ -106,7 +106,10 @@ class ResumeManager:
         self._pending: PendingSave | None = None
         self._failures = 0
         self._history: list[SavedStep] = []
-        self._last = self.latest_step() or 0
+        newest = self.latest_step()
+        self._position = 0  # updates that the state has behind it; steps() goes on from here
+        self._last = -1 if newest is None else newest  # newest step that was saved
+        self._resumed = newest is None  # there is nothing to resume
         self._total: int | None = None
         self._closed = False
 
@@ -144,7 +147,8 @@ class ResumeManager:
                 self._bad[step_dir.name] = str(e).splitlines()[0]
                 logger.warning("step %d is damaged and is skipped: %s", step_dir.step, e)
                 continue
-            self._last = step_dir.step
+            self._position = self._last = step_dir.step
+            self._resumed = True
             logger.info("resumed %s at step %d", self.path, step_dir.step)
             return state, step_dir.step
         if self._bad:
@@ -156,7 +160,7 @@ class ResumeManager:
                 path=self.path,
                 hint="restore the run from a copy, or begin a new one in another directory",
             )
-        self._last = 0
+        self._last = -1
         return self._fresh(like, init), 0
 
     def _load_onto(self, step_dir: StepDir, like: Any) -> Any:
@@ -184,11 +188,22 @@ class ResumeManager:
         Args:
           total: the last one; `maybe_save` always saves after it, and waits.
 
-        Yields:
+        Returns:
           The number of the next update to run, from 1; after a resume at step n, from n + 1.
+
+        Raises:
+          ConflictError: the run has steps and was not resumed: the state would be a fresh one.
         """
+        if not self._resumed:
+            raise ConflictError(
+                f"{self.path}: expected resume() before steps(): step {self._last} is there",
+                kind=Kind.STEP_ORDER,
+                path=self.path,
+                step=self._last,
+                hint="state, _ = run.resume(state)",
+            )
         self._total = total
-        yield from range(self._last + 1, total + 1)
+        return iter(range(self._position + 1, total + 1))
 
     # Saving
 
@@ -274,7 +289,7 @@ class ResumeManager:
         return pending
 
     def _require_larger(self, step: int) -> None:
-        running = 0 if self._pending is None else self._pending.step or 0
+        running = -1 if self._pending is None else self._pending.step or 0
         last = max(self._last, running)
         if step <= last:
             raise ConflictError(

@@ -233,6 +233,8 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
         bytes_max=job.window_bytes,
         timeout_s=job.options.timeout_s,
     )
+    if job.plan.nbytes > _tensors.TRIM_BYTES:
+        _tensors.trim_heap()
     table = record.table().to_bytes()
     job.store.write(_source.table_file(job.attempt, 0), table)
     manifest = _manifest.Manifest(
@@ -304,9 +306,12 @@ class _Record:
         leaf = job.tree.leaves[piece.leaf]
         layout = _source.layout_of(leaf)
         file = _piece_file(job, piece)
+        release = staged.release
+        # Here, so that the request does not hold the unpacked elements of a sub-byte leaf too.
+        values = _dtypes.to_stored(staged.values, str(leaf.dtype), layout.per_byte)
+        del staged
 
         def start() -> _transfer.Future:
-            values = _dtypes.to_stored(staged.values, str(leaf.dtype), layout.per_byte)
             digests = _tensors.tile_digests(values, piece.box, _plan.tile_lattice(layout))
             self._pieces.append((piece.leaf, piece.number, len(self._pieces), digests))
             if piece.leaf not in self._arrays:
@@ -318,7 +323,7 @@ class _Record:
         return Request(
             piece.nbytes,
             start,
-            lambda _: staged.release(),
+            lambda _: release(),
             lambda error: _tensors.write_error(error, leaf.name, file),
         )
 

@@ -91,6 +91,7 @@ def stage(
         shard = _holding(shards[task.leaf], box)
         key = (task.leaf, shard.box.offset)
         if at[0] != key:
+            at = (None, None)  # never two shards at once
             at = (key, shard.host())
         host = at[1]
         assert host is not None

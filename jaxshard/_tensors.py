@@ -6,10 +6,12 @@ chunk is an error, never zeros. TensorStore is imported at first use.
 Source: TensorStore's zarr3 and file drivers; what was measured is in docs/performance.md.
 """
 
+import ctypes
 import functools
 import mmap
 import os
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +27,7 @@ from jaxshard._zarr import array_metadata, chunk_key
 IoMode = Literal["auto", "memmap", "pread"]
 Array = np.ndarray[Any, Any]
 _HUGE_PAGE = 2 << 20
+TRIM_BYTES = 16 << 20  # less traffic than this leaves nothing worth giving back
 _OS_ERROR = re.compile(r"([^:\[]+)\[os_error_code=")
 _WRITE_THREADS = 16  # 16 beat 4 for files with fsync; reads are bound by memory, so by cores
 
@@ -179,6 +182,22 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         raw = np.frombuffer(area, np.uint8)
         start = -raw.ctypes.data % _HUGE_PAGE
     return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl and macOS do not
+
+
+def trim_heap() -> None:
+    """Give the memory of transient buffers back to the system; takes a few milliseconds.
+
+    TensorStore's threads take and drop buffers of a tile each, which glibc keeps in an arena for
+    each thread: 100 MiB and more after 50 saves of 32 MiB.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
 
 
 # Digests ------------------------------------------------------------------------------------

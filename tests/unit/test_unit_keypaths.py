@@ -164,6 +164,13 @@ def test_storage_paths_stay_within_the_limits_of_file_systems(names):
         assert all(len(part) <= 200 for part in path.split("/"))
 
 
+def test_a_path_that_is_too_long_as_a_whole_becomes_one_component():
+    names = ["/".join(["x" * 200] * 5), "/".join(["x" * 200] * 4 + ["y"])]
+    long, short = storage_paths(names)
+    assert short == names[1]
+    assert re.fullmatch(r"x{100}%~[0-9a-f]{16}", long)
+
+
 def test_a_name_that_needs_no_change_is_its_own_path():
     names = ["params/dense/kernel", "params/dense/bias", "opt/0/mu/w", "a%2Fb"]
     assert storage_paths(names) == names

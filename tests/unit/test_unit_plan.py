@@ -121,6 +121,18 @@ def test_entries_are_aligned_and_never_overlap_or_cross_from_file_to_file(state)
         assert bool(plan.entries) == bool(plan.segments)
 
 
+@pytest.mark.parametrize("segment", [256, 320, 512, 1000])
+def test_entries_of_all_sizes_keep_within_their_file(segment):
+    leaves = [leaf(f"l{i}", (1 + i * 37 % 250,), dtype="uint8", packed=True) for i in range(60)]
+    (plan,) = plan_save(leaves, [None] * 60, segment_bytes_max=segment)
+    for entry in plan.entries:
+        last = entry.offset + entry.nbytes - 1
+        assert entry.offset // plan.segment_bytes == last // plan.segment_bytes
+    ends = [e.offset + e.nbytes for e in plan.entries]
+    assert all(a <= e.offset for a, e in zip(ends, plan.entries[1:], strict=False))
+    assert plan.segments > 5
+
+
 @quick
 @given(states())
 def test_the_files_of_a_pack_are_no_larger_than_asked_unless_one_entry_is(state):
@@ -236,7 +248,7 @@ def loads(draw):
     """(layout, wanted boxes, slab_bytes_max); the boxes are of a mesh, or anything."""
     rank = draw(st.integers(0, 3))
     parts = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(rank))
-    shape = tuple(draw(st.integers(0 if p == 1 else 1, 7)) * p for p in parts)
+    shape = tuple(draw(st.integers(0 if p == 1 else 1, 4)) * p for p in parts)
     limit = draw(st.sampled_from([4, 24, 100, 1000]))
     layout = leaf("a", shape, parts, limit=limit).layout
     if draw(st.booleans()):
@@ -301,6 +313,18 @@ def test_a_slab_keeps_the_limit_unless_it_is_one_tile(case):
 def test_slabs_come_piece_by_piece(case):
     pieces = [slab.piece for slab in slabs_of(case)]
     assert pieces == sorted(pieces)
+
+
+def test_a_tile_that_two_boxes_need_is_read_once_and_goes_to_both():
+    layout = Layout("a", "float32", 1, (8,), (4,), (2,), packed=False)
+    wanted = [Box((0,), (8,)), Box((3,), (2,))]
+    slabs = plan_load(layout, wanted, slab_bytes_max=MIB)
+    assert [(s.box.offset[0], s.target, s.targets) for s in slabs] == [
+        (2, None, (0, 1)),
+        (0, 0, (0,)),
+        (4, None, (0, 1)),
+        (6, 0, (0,)),
+    ]
 
 
 def test_nothing_is_read_for_boxes_without_elements():

@@ -113,6 +113,23 @@ def test_requests_are_made_only_when_there_is_room_for_them():
     assert max(made_while_flying) <= 2
 
 
+def test_while_the_next_request_is_not_there_yet_what_flies_is_finished():
+    # Else a snapshot that waits for its memory, and a writer that waits for the next piece,
+    # would wait for each other.
+    batch, flying = Batch(1, 2, 3), []
+
+    def requests():
+        yield from batch
+        for _ in range(4):
+            yield None
+            flying.append(Later.count)
+        yield batch.request(3, 4)
+
+    run(requests(), bytes_max=1000)
+    assert flying[-1] == 0
+    assert batch.finished == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
 # Errors -------------------------------------------------------------------------------------
 
 
