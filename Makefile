@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check soak clean
+.PHONY: demo test oldest check soak clean
 
 .venv/made: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -30,8 +30,20 @@ check: .venv/check
 test: check
 	$(BIN)/python -m pytest
 
+# The oldest versions that pyproject.toml allows, together; what looks at values and states.
+.venv-oldest/made: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+	  'jax==0.8.1' 'jaxlib==0.8.1' 'tensorstore==0.1.80' 'numpy==2.0.*' 'ml_dtypes==0.5.0' \
+	  'xxhash==3.4.*' 'flax==0.12.5' 'optax==0.2.5' --editable '.[test]'
+	@touch $@
+
+oldest: .venv-oldest/made
+	.venv-oldest/bin/python -m pytest -q -W default tests/test_leaves.py tests/test_states.py \
+	  tests/test_placement.py tests/test_mismatch.py tests/test_format.py tests/test_resume_manager.py
+
 soak: .venv/check
 	$(BIN)/python -m pytest -m soak
 
 clean:
-	rm -rf .venv build dist demo
+	rm -rf .venv .venv-oldest build dist demo

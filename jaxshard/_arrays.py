@@ -3,7 +3,7 @@
 The only room that reads shardings. All host-side steps are NumPy, so that they work under any
 `jax.set_mesh`, mesh context or Explicit axes. What the public API cannot do is taken from
 `jax._src`, in `_assemble` only: a weak-typed or uncommitted array from its shards without an
-operation on the device. Tried with jax 0.8.0 to 0.10.2.
+operation on the device. Tried with jax 0.8.1 to 0.10.2.
 """
 
 import contextlib
@@ -257,7 +257,7 @@ def _reason(into: list[str]) -> Iterator[None]:
 def current_mesh() -> Mesh | None:
     """The mesh of `jax.set_mesh` or `with mesh:`, if there is one."""
     # jax.sharding.get_mesh() answers for set_mesh only, and raises inside jit.
-    from jax._src import mesh as mesh_lib  # noqa: PLC0415  (jax 0.8.0 to 0.10.2)
+    from jax._src import mesh as mesh_lib  # noqa: PLC0415  (jax 0.8.1 to 0.10.2)
 
     for mesh in (mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env.physical_mesh):
         if mesh is not None and not mesh.empty:

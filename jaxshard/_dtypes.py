@@ -44,7 +44,8 @@ _BYTE_FLOATS = [
     "float8_e8m0fnu",
 ]
 _EXTENDED = ["bfloat16", *_BYTE_FLOATS, *_SUB_BYTE_BITS]
-_CARRIER = {"float8_e4m3", *_SUB_BYTE_BITS}  # TensorStore's zarr3 driver has no name for the first
+# The first two are not known to every supported version of TensorStore.
+_CARRIER = {"float8_e4m3", "float8_e8m0fnu", *_SUB_BYTE_BITS}
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 NNX objects go through `nnx.split`, all of one tree together, so that a Variable that several of
 them share is one leaf and stays shared. Flax is never imported here: an NNX object can only exist
-where somebody else has imported it. Tried with flax 0.12.0 to 0.12.8.
+where somebody else has imported it. Tried with flax 0.12.5 to 0.12.8.
 """
 
 import sys

@@ -28,7 +28,8 @@ IoMode = Literal["auto", "memmap", "pread"]
 Array = np.ndarray[Any, Any]
 _HUGE_PAGE = 2 << 20
 TRIM_BYTES = 16 << 20  # less traffic than this leaves nothing worth giving back
-_OS_ERROR = re.compile(r"([^:\[]+)\[os_error_code=")
+# How TensorStore gives the operating system's words: since 0.1.85, and before.
+_OS_ERROR = re.compile(r"([^:\[]+)\[os_error_code=|\[OS error \d+:? ?(?:E[A-Z]+ )?([^\]]*)\]")
 _WRITE_THREADS = 16  # 16 beat 4 for files with fsync; reads are bound by memory, so by cores
 
 
@@ -133,7 +134,7 @@ def read_error(error: Exception, name: str, file: str) -> Exception:
 def _essence(error: Exception) -> str:
     """TensorStore's message: the operating system's words if they are there, else its beginning."""
     found = _OS_ERROR.search(str(error))
-    return found[1].strip() if found else f"{error!s:.300}"
+    return (found[1] or found[2]).strip() if found else f"{error!s:.300}"
 
 
 def missing_file(name: str, file: str) -> CorruptionError:
