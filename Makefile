@@ -35,7 +35,7 @@ test: check
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
 	  'jax==0.8.1' 'jaxlib==0.8.1' 'tensorstore==0.1.80' 'numpy==2.0.*' 'ml_dtypes==0.5.0' \
-	  'xxhash==3.4.*' 'flax==0.12.5' 'optax==0.2.5' --editable '.[test]'
+	  'xxhash==3.4.*' 'flax==0.12.5' --editable '.[test]'
 	@touch $@
 
 oldest: .venv-oldest/made
