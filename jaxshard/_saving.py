@@ -43,7 +43,7 @@ from jaxshard._store import Store, storage_errors
 from jaxshard._transfer import Request
 
 _WINDOW_BYTES = 128 << 20  # of pieces in flight; TensorStore copies those with narrow tiles
-_SPARE_BYTES = 1 << 20  # for what the plan does not count: directories, indices, the manifest
+_SPARE_BYTES = 1 << 20  # for what is not counted: directories, indices, tables, the manifest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

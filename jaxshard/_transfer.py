@@ -14,6 +14,7 @@ from jaxshard._errors import StorageTimeoutError
 
 # Enough to keep 16 I/O threads busy; bounds what 20,000 small requests can hold.
 _IN_FLIGHT_MAX = 64
+_SETTLE_S = 5.0
 
 
 class Future(Protocol):
@@ -47,8 +48,8 @@ def run(
     None among the requests means that the next one is not there yet: what is in flight is finished
     meanwhile, since the next one may wait for the memory that it holds.
 
-    When one fails, no further one is begun, those in flight are waited for, and its error is
-    raised: when this returns, nothing is being read or written any more.
+    When one fails, no further one is begun, those in flight are waited for (each a few seconds at
+    most: a disk may hang), and its error is raised.
 
     Raises:
       StorageTimeoutError: not done after `timeout_s`.
@@ -97,4 +98,4 @@ def _finish(
 def _settle(future: Future) -> None:
     """Wait for what can no longer be stopped; its outcome does not matter any more."""
     with contextlib.suppress(Exception):  # the first error is on its way
-        future.result(5.0)
+        future.result(_SETTLE_S)
