@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxshard import _arrays, _loading, _saving, _snapshot
+from jaxshard import _arrays, _loading, _saving, _snapshot, _writing
 from jaxshard._errors import StorageTimeoutError
 from jaxshard._options import LoadOptions, SaveOptions
 from jaxshard._reader import open_checkpoint, size_text
@@ -79,7 +79,7 @@ def save_step(
         job = _saving.prepare(
             store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
         )
-        _saving.write(job, _snapshot.stage(job.plan, job.tree.leaves, job.values))
+        _writing.write(job, _snapshot.stage(job.plan, job.tree.leaves, job.values))
     report = _saving.report(job)
     _log_saved(report)
     return report
@@ -223,7 +223,7 @@ class PendingSave:
     def _work(self) -> None:
         assert self._job is not None
         try:
-            _saving.write(self._job, self._arrivals())
+            _writing.write(self._job, self._arrivals())
             self._filled.wait()
             self._report = _saving.report(self._job, blocked_s=self._blocked_s)
             _log_saved(self._report)
