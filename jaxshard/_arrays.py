@@ -254,6 +254,24 @@ def _reason(into: list[str]) -> Iterator[None]:
         into.append(str(e).splitlines()[0])
 
 
+def require_placement(mesh: Any, rules: Any) -> None:
+    """Refuse arguments that are no mesh and no rules (TypeError)."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh: expected a jax.sharding.Mesh, found {type(mesh).__name__}\n"
+            'hint: jax.make_mesh((2, 4), ("data", "model"))'
+        )
+    pairs = isinstance(rules, (list, tuple)) and all(
+        isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)
+        for rule in rules
+    )
+    if rules is not None and not pairs:
+        raise TypeError(
+            f"rules: expected a list of (pattern, PartitionSpec), found {rules!r:.80}\n"
+            'hint: rules=[("**/kernel", PartitionSpec(None, "model"))]'
+        )
+
+
 def current_mesh() -> Mesh | None:
     """The mesh of `jax.set_mesh` or `with mesh:`, if there is one."""
     # jax.sharding.get_mesh() answers for set_mesh only, and raises inside jit.

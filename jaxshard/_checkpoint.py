@@ -397,6 +397,7 @@ def load(
     """
     raise_background_errors()
     _saving.require_one_process()
+    _arrays.require_placement(mesh, rules)
     request = _loading.LoadArguments(
         mesh=mesh,
         rules=rules,

@@ -175,6 +175,12 @@ class DisagreementError(JaxshardError):
     default_kind = Kind.PROCESSES
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 leaf`, `2 leaves`, `3 problems`."""
+    plural = f"{noun[:-1]}ves" if noun.endswith("f") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def bullet_list(title: str, lines: tuple[str, ...]) -> str:
     """Join a title and one line per finding, all of them, into one message."""
     return "\n".join([title, *(f"  - {line}" for line in lines)])

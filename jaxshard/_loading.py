@@ -4,19 +4,23 @@ All that differs is found before a byte of data is read, and raised as one error
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 
-from jaxshard import _arrays, _cast, _fetch, _match, _trees
+from jaxshard import _arrays, _cast, _fetch, _match, _source, _trees
 from jaxshard._boxes import Box
-from jaxshard._errors import LeafMismatchError, bullet_list
+from jaxshard._errors import LeafMismatchError, bullet_list, counted
 from jaxshard._options import LoadOptions, LoadReport
+from jaxshard._patterns import matches
 from jaxshard._reader import Checkpoint
 from jaxshard._spec import LeafSpec, TreeSpec, decode_value
 from jaxshard._store import storage_errors
+
+logger = logging.getLogger("jaxshard")
 
 Select = str | Iterable[str] | None
 
@@ -111,14 +115,12 @@ class _Load:
         if not self.problems:
             return
         problems = tuple(self.problems)
-        title = (
-            f"{self.checkpoint.path}: {len(problems)} differences between what was saved and like:"
-        )
+        count = counted(len(problems), "difference")
+        title = f"{self.checkpoint.path}: {count} between what was saved and what is wanted:"
         raise LeafMismatchError(
             bullet_list(title, problems),
             mismatches=problems,
-            hint="change like, or ask for the difference: select= for a part, rename= for other "
-            "names, cast=True for other dtypes, fill_missing=True to keep values of like",
+            hint=_hint(problems),
             path=self.checkpoint.path,
             step=self.checkpoint.step,
         )
@@ -133,7 +135,12 @@ class _Load:
             _fetch.Want(slot.saved, slot.boxes, self._receiver(slot, failures))
             for slot in self._slots.values()
         )
-        with storage_errors("reading", self.checkpoint.path), _arrays.transfers_allowed():
+        path = self.checkpoint.path
+        with (
+            storage_errors("reading", path),
+            _source.damage_in(self.source),
+            _arrays.transfers_allowed(),
+        ):
             traffic = _fetch.fetch(
                 self.source,
                 wants,
@@ -176,6 +183,30 @@ class _Load:
                 _arrays.release(like)
 
 
+def _hint(problems: tuple[str, ...]) -> str:
+    """The arguments that would ask for the differences that there are."""
+    text = "\n".join(problems)
+    ways = {
+        "select= for a part": "not in like" in text,
+        "fill_missing=True to keep values of like": "not in the checkpoint" in text,
+        "rename= for other names": "not in like" in text and "not in the checkpoint" in text,
+        "cast=True for other dtypes": "cast=True" in text or "weak types" in text,
+    }
+    asked = [way for way, helps in ways.items() if helps]
+    asked = asked or ["select= for a part", "rename= for other names"]
+    return f"change like, or ask for the difference: {', '.join(asked)}"
+
+
+def _warn_of_unused(load: "_Load") -> None:
+    """A rename or rule that matches nothing may be meant for another version, or be a typo."""
+    names = [leaf.name for leaf in load.tree.leaves]
+    unused = _match.unused_renames(load.request.rename, names)
+    wanted = _match.wanted_names(load.tree, load.request.rename)
+    unused += [p for p, _ in load.request.rules or () if not any(matches(p, n) for n in wanted)]
+    for pattern in unused:
+        logger.warning("%s: the pattern %r matches no leaf", load.checkpoint.path, pattern)
+
+
 def load_tree(
     checkpoint: Checkpoint, like: Any, request: LoadArguments, *, in_place: bool = False
 ) -> tuple[Any, LoadReport]:
@@ -189,6 +220,7 @@ def load_tree(
     """
     began = time.monotonic()
     load = _Load(checkpoint, request)
+    _warn_of_unused(load)
     if like is not None:
         flat = _plan_onto(load, like)
         traffic = load.read()
@@ -257,8 +289,7 @@ def _plan_without(load: _Load) -> dict[int, str]:
             load.want(number, number, None, None, name)
             if name != leaf.name:
                 moved[number] = name
-    if select is not None and not chosen:
-        load.problems.append(_match.nothing_selected(select, names))
+    load.problems += _match.dead_patterns(select or (), names)
     load.raise_problems()
     return moved
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxshard import _dtypes
 from jaxshard._keypaths import components
-from jaxshard._patterns import matches_any, renamed
+from jaxshard._patterns import matches, matches_any, renamed
 from jaxshard._spec import LeafSpec, Node, TreeSpec, child_keys, join, walk
 
 _PYTHON_SCALARS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
@@ -87,8 +87,7 @@ def match(
     kept = {leaf.name for leaf, name in zip(saved.leaves, names, strict=True) if leaf.name == name}
     within = None if select is None and not rename else _groups_above(kept & chosen)
     problems += _containers(saved, like, within, fill_missing=fill_missing)
-    if select is not None and not chosen:
-        problems.append(nothing_selected(select, [*names, *like_names]))
+    problems += dead_patterns(select or (), [*names, *like_names])
     return Matching(pairs, missing, problems)
 
 
@@ -155,11 +154,24 @@ def is_traced_scalar(saved: LeafSpec, wanted: LeafSpec) -> bool:
     )
 
 
-def nothing_selected(select: Sequence[str], names: Sequence[str]) -> str:
-    """The sentence for a `select` that matches no leaf."""
-    close = difflib.get_close_matches("".join(select), names, n=1, cutoff=0.3)
-    meant = f"; there is, for example, {close[0]!r}" if close else ""
-    return f"select {list(select)!r} matches no leaf{meant}"
+def dead_patterns(select: Sequence[str], names: Sequence[str]) -> list[str]:
+    """A sentence for each pattern of `select` that matches no leaf."""
+    problems = []
+    for pattern in select:
+        if any(matches(pattern, name) for name in names):
+            continue
+        below = any(matches(f"{pattern}/**", name) for name in names)
+        close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+        meant = f"; did you mean {pattern + '/**'!r}?" if below else ""
+        if close and not below:
+            meant = f"; there is, for example, {close[0]!r}"
+        problems.append(f"select {pattern!r} matches no leaf{meant}")
+    return problems
+
+
+def unused_renames(rename: Mapping[str, str] | None, names: Sequence[str]) -> list[str]:
+    """Patterns of `rename` that match no saved name."""
+    return [p for p in rename or {} if not any(matches(p, name) for name in names)]
 
 
 def _groups_above(names: Iterable[str]) -> set[str]:

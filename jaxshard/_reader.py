@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -120,7 +121,8 @@ class Leaf:
         box, local = _box_of(index, self.shape)
         found: list[Array] = []
         want = _fetch.Want(self._number, [box], lambda buffers: found.append(buffers[box]))
-        with storage_errors("reading", self._source.store.url):
+        url = self._source.store.url
+        with storage_errors("reading", url), _source.damage_in(self._source):
             _fetch.fetch(self._source, [want])
         values = found[0][local]
         if leaf.kind in {"str", "bytes"}:
@@ -159,6 +161,8 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
             size.append((count - 1) * step + 1 if count else 0)
             local.append(slice(None, None, step))
         else:
+            if not -n <= int(part) < n:
+                raise IndexError(f"index {index!r} is outside of the shape {shape}")
             i = range(n)[int(part)]
             offset.append(i)
             size.append(1)
@@ -245,10 +249,17 @@ class Checkpoint(Mapping[str, Leaf]):
         )
 
     def __getitem__(self, name: str) -> Leaf:
+        if name not in self._numbers:
+            close = difflib.get_close_matches(name, self._numbers, n=3, cutoff=0.3)
+            near = f"did you mean one of {close}?" if close else "list(checkpoint) has the names"
+            raise KeyError(f"{name!r} is no leaf of {self.path}; {near}")
         return Leaf(self.source, self._numbers[name], self.leaves[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -336,7 +347,8 @@ def _neighbours(url: str) -> str:
     parent = Path(url).parent
     if "://" in url or not parent.is_dir():
         return ""
-    names = sorted(p.parent.name for p in parent.glob(f"*/{FILE}"))
+    found = [*parent.glob(f"*/{FILE}"), *parent.glob(f"*/{_commit.RUN_FILE}")]
+    names = sorted(p.parent.name for p in found)
     return ", ".join(names[-3:])
 
 

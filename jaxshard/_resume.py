@@ -144,7 +144,8 @@ class ResumeManager:
             try:
                 state = self._load_onto(step_dir, like)
             except (CorruptionError, NotFoundError, NotCommittedError) as e:
-                self._bad[step_dir.name] = str(e).splitlines()[0]
+                url = self._store.child(step_dir.name).url
+                self._bad[step_dir.name] = str(e).splitlines()[0].removeprefix(f"{url}: ")
                 logger.warning("step %d is damaged and is skipped: %s", step_dir.step, e)
                 continue
             self._position = self._last = step_dir.step
@@ -267,6 +268,14 @@ class ResumeManager:
         step = _step_number(step)
         self._require_open()
         self._require_larger(step)
+        if not self._resumed:
+            self._resumed = True  # said once
+            logger.warning(
+                "%s has step %d, and step %d is saved without resume(): is its state a fresh one?",
+                self.path,
+                self._last,
+                step,
+            )
         self.wait_until_finished()
         with storage_errors("listing", self.path):
             step_dir = _run.next_dir(self._store, step)
@@ -429,7 +438,15 @@ def _step_number(step: Any) -> int:
 
 def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics as JSON: floats; those that JSON lacks as strings."""
-    plain = {str(name): float(value) for name, value in metrics.items()}
+    plain = {}
+    for name, value in metrics.items():
+        try:
+            plain[str(name)] = float(value)
+        except (TypeError, ValueError) as e:
+            raise TypeError(
+                f"metrics: expected {name!r} to be a number, found {type(value).__name__}\n"
+                "hint: reduce it first, for example with jnp.mean"
+            ) from e
     return {n: v if math.isfinite(v) else str(v) for n, v in plain.items()}
 
 

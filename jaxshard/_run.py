@@ -53,7 +53,7 @@ class Run:
         """
         return _reader.open_checkpoint(f"{self.path}/{self._dir(step).name}")
 
-    def load(self, like: Any = None, step: int | None = None, **options: Any) -> Any:
+    def load(self, like: Any = None, *, step: int | None = None, **options: Any) -> Any:
         """Load one step, the newest one if None; see `jaxshard.load` for the other arguments.
 
         Raises:

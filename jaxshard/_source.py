@@ -3,8 +3,9 @@
 Format: docs/format.md, "Tables" and "Read order".
 """
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxshard import _plan
@@ -194,6 +195,21 @@ def _counts(columns: Iterable[tuple[Any, Any]]) -> dict[int, tuple[int, int]]:
             rows, total = counts.get(leaf, (0, 0))
             counts[leaf] = (rows + 1, total + amount)
     return counts
+
+
+@contextlib.contextmanager
+def damage_in(source: Source) -> Iterator[None]:
+    """Say of which checkpoint a damaged file is, and with which call to look for more."""
+    try:
+        yield
+    except CorruptionError as e:
+        raise CorruptionError(
+            f"{source.store.url}: {str(e).splitlines()[0]}",
+            kind=e.kind,
+            path=e.path,
+            step=source.manifest.step,
+            hint=f"jaxshard.verify({source.store.url!r}) lists every damaged file",
+        ) from e
 
 
 def table_file(attempt: str, process: int) -> str:

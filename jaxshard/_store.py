@@ -79,6 +79,11 @@ def open_store(path: PathLike) -> Store:
     Raises:
       StorageError: a URL of a kind that this version does not serve.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"expected a path, found {type(path).__name__}\n"
+            "hint: the path comes first: save(path, tree), load(path, like)"
+        )
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")
     if not separator:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxshard import _arrays, _nnx
-from jaxshard._errors import UnsupportedLeafError, bullet_list
+from jaxshard._errors import UnsupportedLeafError, bullet_list, counted
 from jaxshard._keypaths import components, is_storable_key, sort_key, unescape
 from jaxshard._spec import DEPTH_MAX, LeafSpec, MeshSpec, Node, TreeSpec, child_keys, join
 
@@ -61,7 +61,7 @@ class FlatTree:
         )
         if lines:
             raise UnsupportedLeafError(
-                bullet_list(f"{len(lines)} leaves cannot be {doing}:", lines),
+                bullet_list(f"{counted(len(lines), 'leaf')} cannot be {doing}:", lines),
                 offenders=lines,
                 hint="take them out of the tree, or turn them into arrays, numbers or strings",
             )

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxshard import _fetch, _plan, _source, _table, _tensors, _zarr
 from jaxshard._boxes import Box
-from jaxshard._errors import CorruptionError, FormatError, bullet_list
+from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted
 from jaxshard._fetch import raise_if_replaced
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._reader import open_checkpoint, size_text
@@ -67,12 +67,15 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.problems
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def __str__(self) -> str:
         looked = f"{self.files} files, {size_text(self.nbytes)} compared"
         left = f", {len(self.leftovers)} leftover files" if self.leftovers else ""
         if self.ok:
             return f"{self.path}: sound ({looked}{left})"
-        title = f"{self.path}: {len(self.problems)} problems ({looked}{left})"
+        title = f"{self.path}: {counted(len(self.problems), 'problem')} ({looked}{left})"
         return bullet_list(title, tuple(map(str, self.problems)))
 
 

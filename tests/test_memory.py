@@ -189,7 +189,7 @@ tell(grown=grown, nbytes=report.nbytes)
 """
     found = measure(code, folder)
     assert found["nbytes"] == 2500 * 8 * 4096 * 4
-    assert found["grown"] <= 128 * MIB
+    assert found["grown"] <= 192 * MIB  # of 312 MiB
 
 
 def test_20_000_queued_files_do_not_raise_memory(folder: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_copied_snapshot_larger_than_its_budget_makes_the_call_wait(
     found = measure(COPY.format(make=make, destroy=destroy), folder)
     assert found["ok"]
     assert found["share"] > 0.5  # only the last budget was written behind the call
-    assert found["grown"] <= 128 * MIB
+    assert found["grown"] <= 192 * MIB  # of 512 MiB
 
 
 # Many saves and loads in one process
