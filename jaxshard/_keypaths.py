@@ -22,6 +22,7 @@ from jaxshard._errors import FormatError
 # (patterns), `:"<>|` and control characters (refused by some file systems), and everything beyond
 # ASCII (file systems differ in how they normalise it).
 _PLAIN = frozenset(string.ascii_letters + string.digits + " _-.+=@,()'!#$&;^~")
+_ALL_PLAIN = re.compile(f"[{re.escape(''.join(sorted(_PLAIN)))}]+")
 _ESCAPED = re.compile(rb"%([0-9A-F]{2})")
 _COMPONENT_BYTES_MAX = 200  # most file systems stop at 255; TensorStore adds a suffix of its own
 _PATH_BYTES_MAX = 900  # object stores stop at 1,024 for the whole key
@@ -37,8 +38,10 @@ def escape(text: str) -> str:
     """
     if not text:
         return "%"
-    raw = text.encode("utf-8", "surrogatepass")
-    out = "".join(chr(b) if chr(b) in _PLAIN else f"%{b:02X}" for b in raw)
+    out = text
+    if not _ALL_PLAIN.fullmatch(text):
+        raw = text.encode("utf-8", "surrogatepass")
+        out = "".join(chr(b) if chr(b) in _PLAIN else f"%{b:02X}" for b in raw)
     if out in {".", ".."} or out.casefold() == "zarr.json" or out.startswith("__"):
         # `.` and `..` walk directories, the others are taken by Zarr v3.
         out = f"%{ord(out[0]):02X}{out[1:]}"

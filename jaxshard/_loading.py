@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxshard import _arrays, _cast, _fetch, _match, _source, _trees
+from jaxshard import _arrays, _assembly, _cast, _fetch, _match, _source, _trees
 from jaxshard._boxes import Box
 from jaxshard._errors import LeafMismatchError, bullet_list, counted
 from jaxshard._options import LoadOptions, LoadReport
@@ -104,7 +104,7 @@ class _Load:
     def _as_wanted(self, leaf: LeafSpec, wanted: LeafSpec | None) -> LeafSpec:
         if wanted is None or wanted.kind != "array" or leaf.kind != "array":
             return leaf
-        return dataclasses.replace(leaf, dtype=wanted.dtype)
+        return leaf._replace(dtype=wanted.dtype)
 
     def raise_problems(self) -> None:
         """One error with everything that differs.
@@ -132,7 +132,7 @@ class _Load:
         options = self.request.options
         failures: list[str] = []
         wants = (
-            _fetch.Want(slot.saved, slot.boxes, self._receiver(slot, failures))
+            _assembly.Want(slot.saved, slot.boxes, self._receiver(slot, failures))
             for slot in self._slots.values()
         )
         path = self.checkpoint.path

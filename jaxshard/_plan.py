@@ -1,22 +1,33 @@
-"""Who writes what, and what has to be read: pure functions of specs, the same on every process.
+"""Who writes what: a pure function of specs, the same on every process.
 
 A save plan gives each process its pieces (files of its own) and the entries of its pack (small
-pieces, back to back). A load plan gives, for the boxes that are wanted of one leaf, the slabs to
-read so that each tile is read once. Nothing here looks at values, devices or disks.
+pieces, back to back). Nothing here looks at values, devices or disks.
+
+Millions of pieces are planned in seconds because nothing is done in Python for each of them:
+columns of NumPy, whose parts that depend on grids alone are made once for all leaves of a shape.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxshard._boxes import Box, Lattice
 from jaxshard._spec import Layout, LeafSpec
 
 PACK_ALIGN = 64
 CHECKSUM_BYTES = 4
-PACK_SEGMENT_BYTES = 64 << 20
+# One file of a pack. While one is written the next is assembled; from 64 to 16 MiB took a fifth
+# off the save of 98 MB in 1,500 leaves. (benchmarks/save.py, state small)
+PACK_SEGMENT_BYTES = 16 << 20
+
+Column = np.ndarray[Any, Any]
+_PIECES = np.dtype([("leaf", "<u4"), ("number", "<u8"), ("nbytes", "<u8")])
+_ENTRIES = np.dtype([("leaf", "<u4"), ("tile", "<u8"), ("offset", "<u8"), ("nbytes", "<u8")])
 
 
 class Holders(NamedTuple):
@@ -24,13 +35,6 @@ class Holders(NamedTuple):
 
     partitions: tuple[int, ...]
     processes: tuple[tuple[int, ...], ...]
-
-    def of(self, box: Box, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Processes that hold the shard in which a piece lies."""
-        position = tuple(
-            o * p // n for o, p, n in zip(box.offset, self.partitions, shape, strict=True)
-        )
-        return self.processes[Lattice(self.partitions, (1,) * len(position)).number(position)]
 
 
 class Piece(NamedTuple):
@@ -42,29 +46,130 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-class Entry(NamedTuple):
-    """A tile that lies in a pack; `offset` counts bytes from the start of the pack."""
+class Stretch(NamedTuple):
+    """Entries of one leaf that follow each other in one file of a pack: rows of `entries`."""
 
     leaf: int
-    tile: int
-    box: Box
-    offset: int
-    nbytes: int
+    first: int
+    stop: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """What one process writes. `pieces` by falling size, `entries` by rising offset."""
+    """What one process writes.
 
-    pieces: list[Piece]
-    entries: list[Entry]
+    Attributes:
+      pieces: `[n]` of (leaf, number, nbytes), by falling size.
+      entries: `[m]` of (leaf, tile, offset, nbytes), by rising offset from the start of the pack.
+      segment_bytes: bytes of each file of the pack.
+      segments: number of files of the pack.
+    """
+
+    pieces: Column
+    entries: Column
     segment_bytes: int
     segments: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of data, padding of the pack included."""
-        return sum(p.nbytes for p in self.pieces) + self.segment_bytes * self.segments
+        return int(self.pieces["nbytes"].sum()) + self.segment_bytes * self.segments
+
+    def each_piece(self, leaves: Sequence[LeafSpec]) -> Iterator[Piece]:
+        """The pieces with their boxes."""
+        for leaf, number, nbytes in self.pieces.tolist():
+            box = piece_lattice(_layout(leaves[leaf])).box(number)
+            yield Piece(leaf, number, box, nbytes)
+
+    def stretches(self) -> list[list[Stretch]]:
+        """For each file of the pack, what is in it."""
+        if not self.segments:
+            return []
+        leaf, segment = (
+            self.entries["leaf"],
+            self.entries["offset"] // np.uint64(self.segment_bytes),
+        )
+        changes = (np.diff(leaf) != 0) | (np.diff(segment) != 0)
+        starts = np.concatenate(([0], np.flatnonzero(changes) + 1))
+        stops = [*starts[1:].tolist(), len(leaf)]
+        out: list[list[Stretch]] = [[] for _ in range(self.segments)]
+        columns = (segment[starts].tolist(), leaf[starts].tolist(), starts.tolist(), stops)
+        for at, *rows in zip(*columns, strict=True):
+            out[at].append(Stretch(*rows))
+        return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Who writes each piece of each leaf: `[pieces]` of leaf, number, bytes, writer."""
+
+    leaves: Sequence[LeafSpec]
+    pieces: Column
+    writers: Column
+    segment_bytes_max: int
+
+    def of(self, process: int) -> ProcessPlan:
+        """What one process writes."""
+        mine = self.pieces[self.writers == process]
+        packed = np.array([x.layout is not None and x.layout.packed for x in self.leaves], bool)
+        is_packed = packed[mine["leaf"]]
+        filed = mine[~is_packed]
+        order = np.lexsort((filed["number"], filed["leaf"], -filed["nbytes"].astype(np.int64)))
+        return ProcessPlan(filed[order], *self._pack(mine[is_packed]))
+
+    def _pack(self, pieces: Column) -> tuple[Column, int, int]:
+        """Entries of the pack, the size of its files, and their number.
+
+        An entry never crosses from one file to the next: one file if all fits, else about equal
+        ones with room for what is skipped at their ends.
+        """
+        entries = self._tiles_of(pieces)
+        if not len(entries):
+            return entries, 0, 0
+        aligned = _aligned(entries["nbytes"].astype(np.int64))
+        ends = np.cumsum(aligned)
+        total, largest = int(ends[-1]), int(aligned.max())
+        limit = max(largest, self.segment_bytes_max // PACK_ALIGN * PACK_ALIGN)
+        count = -(-total // limit)
+        segment = total if count <= 1 else min(limit, _aligned(-(-total // count)) + largest)
+        row = segments = 0
+        while row < len(entries):
+            before = int(ends[row] - aligned[row])
+            stop = int(np.searchsorted(ends, before + segment, "right"))
+            start = segments * segment - before
+            entries["offset"][row:stop] = ends[row:stop] - aligned[row:stop] + start
+            row, segments = stop, segments + 1
+        return entries, segment, segments
+
+    def _tiles_of(self, pieces: Column) -> Column:
+        """The tiles of packed pieces as entries without offsets; mostly a piece is one tile."""
+        leaves: list[int] = []
+        numbers, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for leaf, rows in _by_leaf(pieces):
+            layout = _layout(self.leaves[leaf])
+            tiles = pieces["number"][rows]
+            nbytes = pieces["nbytes"][rows]
+            if layout.tile != layout.piece:
+                piece_of, elements = _tile_columns(layout.shape, layout.piece, layout.tile)
+                tiles = np.flatnonzero(np.isin(piece_of, tiles))
+                tiles = tiles[np.argsort(piece_of[tiles], kind="stable")]
+                nbytes = elements[tiles] * layout.itemsize
+            leaves.append(leaf)
+            numbers.append(tiles)
+            sizes.append(nbytes)
+        counts = list(map(len, numbers[1:]))
+        entries = np.zeros(sum(counts), _ENTRIES)
+        entries["leaf"] = np.repeat(np.array(leaves, np.uint32), counts)
+        entries["tile"] = np.concatenate(numbers)
+        entries["nbytes"] = np.concatenate(sizes)
+        return entries
+
+
+def _by_leaf(pieces: Column) -> Iterator[tuple[int, slice]]:
+    """Leaf numbers and the rows of each; rows are sorted by leaf."""
+    starts = np.flatnonzero(np.diff(pieces["leaf"], prepend=-1)).tolist()
+    for start, stop in itertools.pairwise([*starts, len(pieces)]):
+        yield int(pieces["leaf"][start]), slice(start, stop)
 
 
 def plan_save(
@@ -73,65 +178,114 @@ def plan_save(
     *,
     processes: int = 1,
     segment_bytes_max: int = PACK_SEGMENT_BYTES,
-) -> list[ProcessPlan]:
+) -> SavePlan:
     """Assign every piece of every leaf to one process that holds it, balanced by bytes.
+
+    Pieces that the same processes hold are dealt out to them in turn, to the one with the least
+    bytes so far first.
 
     Args:
       leaves: with their layouts.
       holders: per leaf, which processes hold which shard; None if process 0 holds all of it.
       processes: how many there are.
       segment_bytes_max: upper limit of one file of a pack.
-
-    Returns:
-      One plan for each process.
     """
-    load = [0] * processes
-    mine: list[tuple[list[Piece], list[Piece]]] = [([], []) for _ in range(processes)]
+    load = np.zeros(processes, np.int64)
+    numbers: list[int] = []
+    sizes, writers = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
     for number, leaf in enumerate(leaves):
         layout = leaf.layout
         if layout is None or leaf.same_as is not None:
             continue
+        nbytes = _piece_sizes(layout.shape, layout.piece) * layout.itemsize
+        numbers.append(number)
+        sizes.append(nbytes)
         held = holders[number]
-        lattice = Lattice(layout.shape, layout.piece)
-        for index in range(lattice.size):
-            box = lattice.box(index)
-            piece = Piece(number, index, box, box.size * layout.itemsize)
-            candidates = (0,) if held is None else held.of(box, layout.shape)
-            writer = min(candidates, key=load.__getitem__)
-            load[writer] += piece.nbytes
-            mine[writer][layout.packed].append(piece)
-    return [_process_plan(leaves, *m, segment_bytes_max) for m in mine]
+        if held is None:
+            writer = np.zeros(len(nbytes), np.int32)
+        else:
+            candidates, dealt = _dealt(held, layout.shape, layout.piece)
+            order = np.argsort(load[candidates], axis=1, kind="stable")
+            group, turn = dealt
+            writer = candidates[group, order[group, turn]]
+        writers.append(writer)
+        if processes > 1:
+            load += np.bincount(writer, nbytes, processes).astype(np.int64)
+    counts = [len(nbytes) for nbytes in sizes[1:]]
+    pieces = np.zeros(sum(counts), _PIECES)
+    pieces["leaf"] = np.repeat(np.array(numbers, np.uint32), counts)
+    pieces["number"] = _counting(counts)
+    pieces["nbytes"] = np.concatenate(sizes)
+    return SavePlan(leaves, pieces, np.concatenate(writers), segment_bytes_max)
 
 
-def _process_plan(
-    leaves: Sequence[LeafSpec], filed: list[Piece], packed: list[Piece], segment_bytes_max: int
-) -> ProcessPlan:
-    filed.sort(key=lambda p: (-p.nbytes, p.leaf, p.number))
-    boxes = [
-        (piece.leaf, tile, tiles.box(tile))
-        for piece in packed
-        for tiles in [tile_lattice(_layout(leaves[piece.leaf]))]
-        for tile in tiles.touching(piece.box)
+def _counting(counts: Sequence[int]) -> Column:
+    """From 0 to the first count, from 0 to the second one, and so on."""
+    ends = np.cumsum(np.array(counts, np.int64))
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _per_cell(lattice: Lattice, axis_values: Sequence[Column], combine: np.ufunc) -> Column:
+    """`[cells]` values of a lattice from those along each axis."""
+    out = np.ones((), np.int64) if combine is np.multiply else np.zeros((), np.int64)
+    for values in axis_values:
+        out = combine.outer(out, values)
+    return out.reshape(lattice.size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _piece_sizes(shape: tuple[int, ...], cell: tuple[int, ...]) -> Column:
+    """`[cells]` number of elements of each cell, clipped to the array."""
+    lattice = Lattice(shape, cell)
+    lengths = [
+        np.minimum(c, n - np.arange(count) * c)
+        for n, c, count in zip(shape, cell, lattice.counts, strict=True)
     ]
-    sizes = [box.size * _layout(leaves[leaf]).itemsize for leaf, _, box in boxes]
-    total = sum(map(_aligned, sizes))
-    largest = max(map(_aligned, sizes), default=0)
-    # One segment if it fits, else about equal ones with room for what is skipped at their ends:
-    # an entry never crosses from one segment to the next.
-    limit = max(largest, segment_bytes_max // PACK_ALIGN * PACK_ALIGN)
-    count = -(-total // limit) if limit else 0
-    segment = total if count <= 1 else min(limit, _aligned(-(-total // count)) + largest)
-    entries, offset = [], 0
-    for (leaf, tile, box), size in zip(boxes, sizes, strict=True):
-        room = segment - offset % segment if segment else 0
-        if size > room:
-            offset += room
-        entries.append(Entry(leaf, tile, box, offset, size))
-        offset += _aligned(size)
-    return ProcessPlan(filed, entries, segment, -(-offset // segment) if segment else 0)
+    return _per_cell(lattice, lengths, np.multiply)
 
 
-def _aligned(nbytes: int) -> int:
+def _outer(lattice: Lattice, inside: Sequence[Column], counts: tuple[int, ...]) -> Column:
+    """`[cells]` number of the outer cell that each cell lies in, given that along each axis."""
+    strides = [math.prod(counts[d + 1 :]) for d in range(len(counts))]
+    return _per_cell(lattice, [i * s for i, s in zip(inside, strides, strict=True)], np.add)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tile_columns(
+    shape: tuple[int, ...], piece: tuple[int, ...], tile: tuple[int, ...]
+) -> tuple[Column, Column]:
+    """`[tiles]` piece that each tile lies in, and its number of elements."""
+    tiles, pieces = Lattice(shape, tile), Lattice(shape, piece)
+    inside = [
+        np.arange(count) * t // p for count, t, p in zip(tiles.counts, tile, piece, strict=True)
+    ]
+    return _outer(tiles, inside, pieces.counts), _piece_sizes(shape, tile)
+
+
+@functools.lru_cache(maxsize=1024)
+def _dealt(
+    held: Holders, shape: tuple[int, ...], piece: tuple[int, ...]
+) -> tuple[Column, tuple[Column, Column]]:
+    """`[groups, r]` processes that hold the same shards, and the group and turn of each piece."""
+    most = max(map(len, held.processes), default=1)
+    padded = [tuple(itertools.islice(itertools.cycle(p), most)) for p in held.processes]
+    table = np.array(padded, np.int32).reshape(len(padded), most)
+    candidates, group_of_shard = np.unique(table, axis=0, return_inverse=True)
+    pieces = Lattice(shape, piece)
+    shard = [
+        np.arange(count) * p * parts // n
+        for count, p, parts, n in zip(pieces.counts, piece, held.partitions, shape, strict=True)
+    ]
+    group = group_of_shard.reshape(-1)[_outer(pieces, shard, held.partitions)]
+    order = np.argsort(group, kind="stable")
+    first = np.searchsorted(group[order], group[order], "left")
+    turn = np.empty(len(group), np.int64)
+    turn[order] = (np.arange(len(group)) - first) % most
+    return candidates, (group, turn)
+
+
+def _aligned(nbytes: Any) -> Any:
+    """Rounded up to where an entry may begin; of one number or of a column."""
     return -(-nbytes // PACK_ALIGN) * PACK_ALIGN
 
 
@@ -187,95 +341,3 @@ def index_bytes(layout: Layout) -> int:
         return 0
     cells = math.prod(p // t for p, t in zip(layout.piece, layout.tile, strict=True))
     return 16 * cells + CHECKSUM_BYTES
-
-
-# Loading ------------------------------------------------------------------------------------
-
-
-class Slab(NamedTuple):
-    """A box of whole tiles of one piece, to be read at once.
-
-    `target` is the number of the wanted box that holds all of it and no other wanted box touches,
-    so that it can be read straight into place; None means: through scratch memory, to `targets`.
-    """
-
-    box: Box
-    piece: int
-    target: int | None
-    targets: tuple[int, ...]
-
-
-def plan_load(layout: Layout, wanted: Sequence[Box], *, slab_bytes_max: int) -> list[Slab]:
-    """Slabs that cover every tile that the wanted boxes touch, each tile once.
-
-    Args:
-      layout: of the leaf.
-      wanted: boxes in stored elements; they may overlap.
-      slab_bytes_max: upper limit of a slab of more than one tile.
-    """
-    pieces = piece_lattice(layout)
-    slabs: list[Slab] = []
-    touched = sorted({p for box in wanted for p in pieces.touching(box)})
-    for piece in touched:
-        box = pieces.box(piece)
-        hits = [i for i, w in enumerate(wanted) if w.intersect(box)]
-        if len(hits) == 1 and wanted[hits[0]].contains(box):
-            only = hits[0]
-            cuts = blocks(layout, box, slab_bytes_max)
-            slabs += [Slab(cut, piece, only, (only,)) for cut in cuts]
-        else:
-            slabs += _tile_by_tile(layout, piece, box, wanted, hits, slab_bytes_max)
-    return slabs
-
-
-def _tile_by_tile(
-    layout: Layout, piece: int, box: Box, wanted: Sequence[Box], hits: list[int], bytes_max: int
-) -> list[Slab]:
-    """A piece that several boxes share, or that is wanted in part."""
-    tiles = tile_lattice(layout)
-    slabs = []
-    runs: dict[int, list[int]] = {}
-    for tile in sorted({t for i in hits for t in tiles.touching(_common(wanted[i], box))}):
-        tile_box = tiles.box(tile)
-        targets = tuple(i for i in hits if wanted[i].intersect(tile_box))
-        if len(targets) == 1 and wanted[targets[0]].contains(tile_box):
-            runs.setdefault(targets[0], []).append(tile)
-        else:
-            slabs.append(Slab(tile_box, piece, None, targets))
-    for target, members in runs.items():
-        # The tiles wholly inside one box, and in no other, form a rectangle.
-        hull = _hull([tiles.box(t) for t in members])
-        if hull.size == sum(tiles.box(t).size for t in members):
-            direct = list(blocks(layout, hull, bytes_max))
-        else:
-            direct = [tiles.box(t) for t in members]
-        slabs += [Slab(b, piece, target, (target,)) for b in direct]
-    return slabs
-
-
-def _common(a: Box, b: Box) -> Box:
-    common = a.intersect(b)
-    assert common is not None
-    return common
-
-
-def _hull(boxes: list[Box]) -> Box:
-    start = tuple(map(min, *(b.offset for b in boxes), boxes[0].offset))
-    end = tuple(map(max, *(b.end for b in boxes), boxes[0].end))
-    return Box(start, tuple(map(int.__sub__, end, start)))
-
-
-def blocks(layout: Layout, box: Box, bytes_max: int) -> list[Box]:
-    """Cut a box of whole tiles into slabs of whole tiles, first axes first."""
-    step = list(box.shape)
-    for d in range(len(step)):
-        nbytes = math.prod(step) * layout.itemsize
-        if nbytes <= bytes_max:
-            break
-        tile = layout.tile[d]
-        rows = max(1, step[d] * bytes_max // nbytes // tile)
-        step[d] = min(step[d], rows * tile)
-    starts = itertools.product(
-        *(range(o, e, s) for o, e, s in zip(box.offset, box.end, step, strict=True))
-    )
-    return [Box(start, tuple(map(min, step, map(int.__sub__, box.end, start)))) for start in starts]

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,7 @@ def prepare(
         _commit.require_writable(store, overwrite=overwrite)
     leaves = _with_layouts(flat.spec.leaves, flat.values, options)
     segment = min(_plan.PACK_SEGMENT_BYTES, max(_plan.PACK_ALIGN, _window_bytes(options) // 2))
-    (plan,) = _plan.plan_save(leaves, [None] * len(leaves), segment_bytes_max=segment)
+    plan = _plan.plan_save(leaves, [None] * len(leaves), segment_bytes_max=segment).of(0)
     return SaveJob(
         store=store,
         attempt=_commit.new_attempt(),
@@ -159,27 +160,39 @@ def _with_layouts(
 ) -> tuple[LeafSpec, ...]:
     stored = [i for i, leaf in enumerate(leaves) if leaf.has_array and leaf.same_as is None]
     paths = _keypaths.storage_paths(leaves[i].name for i in stored)
+    piece_bytes_max, pack_below = _piece_bytes_max(options), options.pack_below
     layouts = {
-        i: _layout(leaves[i], _arrays.partitions(leaves[i], values[i]), path, options)
+        i: _layout(
+            str(leaves[i].dtype),
+            leaves[i].array_shape or (),
+            _arrays.partitions(leaves[i], values[i]),
+            piece_bytes_max,
+            pack_below,
+        )._replace(path=path)
         for i, path in zip(stored, paths, strict=True)
     }
-    return tuple(dataclasses.replace(leaf, layout=layouts.get(i)) for i, leaf in enumerate(leaves))
+    return tuple(leaf._replace(layout=layouts.get(i)) for i, leaf in enumerate(leaves))
 
 
-def _layout(leaf: LeafSpec, partitions: tuple[int, ...], path: str, options: SaveOptions) -> Layout:
-    dtype, shape = str(leaf.dtype), leaf.array_shape or ()
+@functools.lru_cache(maxsize=1024)
+def _layout(
+    dtype: str,
+    shape: tuple[int, ...],
+    partitions: tuple[int, ...],
+    piece_bytes_max: int,
+    pack_below: int,
+) -> Layout:
+    """The layout of all leaves of one kind; without a path."""
     per_byte = _dtypes.elements_per_byte(dtype)
     if not shape or (partitions[-1] > 1 and shape[-1] // partitions[-1] % per_byte):
         per_byte = 1  # boxes would not fall on byte edges
     stored_type = _dtypes.stored_dtype(dtype)
     itemsize = _dtypes.numpy_dtype(stored_type).itemsize
     stored_shape = _manifest.stored_shape(shape, per_byte)
-    piece, tile = _grid.choose(
-        stored_shape, partitions, itemsize, piece_bytes_max=_piece_bytes_max(options)
-    )
+    piece, tile = _grid.choose(stored_shape, partitions, itemsize, piece_bytes_max=piece_bytes_max)
     piece_bytes = itemsize * math.prod(min(p, n) for p, n in zip(piece, stored_shape, strict=True))
-    packed = piece_bytes < options.pack_below
-    return Layout(path, stored_type, per_byte, stored_shape, piece, tile, packed)
+    packed = piece_bytes < pack_below
+    return Layout("", stored_type, per_byte, stored_shape, piece, tile, packed)
 
 
 def report(job: SaveJob, *, blocked_s: float | None = None) -> SaveReport:

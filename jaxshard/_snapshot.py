@@ -6,6 +6,8 @@ NumPy arrays, and everything that is not on CPU, are copied, and the copies are 
 budget that makes the caller wait when it is spent.
 """
 
+import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +17,9 @@ import numpy as np
 
 from jaxshard import _arrays, _plan, _tensors
 from jaxshard._boxes import Box
-from jaxshard._plan import Entry, Piece, ProcessPlan
+from jaxshard._plan import Piece, ProcessPlan, Stretch
 from jaxshard._source import layout_of
-from jaxshard._spec import LeafSpec
+from jaxshard._spec import Layout, LeafSpec
 
 Array = np.ndarray[Any, Any]
 _CGROUP = "/sys/fs/cgroup"
@@ -25,10 +27,10 @@ _UNKNOWN_FREE_BYTES = 4 << 30
 
 
 class Staged(NamedTuple):
-    """The elements of one piece or pack entry, in the leaf's own dtype; `release` when written."""
+    """Elements of one piece, or of each entry of a stretch, in the leaf's own dtype."""
 
-    of: Piece | Entry
-    values: Array
+    of: Piece | Stretch
+    values: list[Array]
     release: Callable[[], None]
 
 
@@ -70,7 +72,7 @@ def stage(
     budget: Budget | None = None,
     copy_all: bool = False,
 ) -> Iterator[Staged]:
-    """Bring the pieces, then the pack entries of a plan to host memory, in the plan's order.
+    """Bring the pieces, then the stretches of pack entries of a plan to host memory, in its order.
 
     Args:
       plan: of this process.
@@ -80,29 +82,82 @@ def stage(
         copied that does not have to be. Else copies are made now and charged to it.
       copy_all: copy even what a view would protect.
     """
-    shards: dict[int, dict[tuple[int, ...], _arrays.Shard]] = {}
-    at: tuple[Any, Array | None] = (None, None)
-    tasks: list[Piece | Entry] = [*plan.pieces, *plan.entries]
+    staging = _Staging(plan, leaves, values)
+    stretches = itertools.chain.from_iterable(plan.stretches())
+    tasks: Iterator[Piece | Stretch] = itertools.chain(plan.each_piece(leaves), stretches)
     for task in tasks:
-        leaf = leaves[task.leaf]
-        if task.leaf not in shards:
-            shards[task.leaf] = {s.box.offset: s for s in _arrays.shards(leaf, values[task.leaf])}
-        box = _plan.element_box(task.box, layout_of(leaf), leaf.array_shape or ())
-        shard = _holding(shards[task.leaf], box)
-        key = (task.leaf, shard.box.offset)
-        if at[0] != key:
-            at = (None, None)  # never two shards at once
-            at = (key, shard.host())
-        host = at[1]
-        assert host is not None
-        part = host[box.relative_to(shard.box).slices]
-        copied = budget is not None and (copy_all or not _arrays.is_view(leaf, values[task.leaf]))
-        if not copied or budget is None:
-            yield Staged(task, part, _nothing)
+        parts = staging.parts(task)
+        view = _arrays.is_view(leaves[task.leaf], values[task.leaf])
+        if budget is None or (view and not copy_all):
+            yield Staged(task, parts, _nothing)
             continue
-        if not budget.acquire(part.nbytes):
+        nbytes = sum(part.nbytes for part in parts)
+        if not budget.acquire(nbytes):
             return
-        yield Staged(task, _copy(part), _releaser(budget, part.nbytes))
+        yield Staged(task, [_copy(part) for part in parts], _releaser(budget, nbytes))
+
+
+class _Staging:
+    """The shards of the leaves of a plan, brought to host memory one at a time."""
+
+    def __init__(
+        self, plan: ProcessPlan, leaves: Sequence[LeafSpec], values: Sequence[Any]
+    ) -> None:
+        self._tiles = plan.entries["tile"].tolist()
+        self._leaves = leaves
+        self._values = values
+        self._shards: dict[int, _arrays.Shards] = {}
+        self._last: tuple[Any, Array | None] = (None, None)
+
+    def parts(self, task: Piece | Stretch) -> list[Array]:
+        leaf = self._leaves[task.leaf]
+        layout, shape = layout_of(leaf), leaf.array_shape or ()
+        shards = self._shards.get(task.leaf)
+        if shards is None:
+            shards = self._shards[task.leaf] = _arrays.shards(leaf, self._values[task.leaf])
+        if isinstance(task, Piece):
+            box = _plan.element_box(task.box, layout, shape)
+            return [self._part(task.leaf, shards, *_place(box, shards.boxes))]
+        places = _tile_places(layout._replace(path=""), shape, shards.boxes)
+        tiles = self._tiles[task.first : task.stop]
+        host = shards.host
+        return [
+            host(number) if inside is None else self._part(task.leaf, shards, number, inside)
+            for number, inside in map(places.__getitem__, tiles)
+        ]
+
+    def _part(
+        self, leaf: int, shards: _arrays.Shards, number: int, inside: tuple[slice, ...] | None
+    ) -> Array:
+        if inside is None:
+            return shards.host(number)
+        if self._last[0] != (leaf, number):
+            self._last = (None, None)  # never two shards at once
+            self._last = ((leaf, number), shards.host(number))
+        host = self._last[1]
+        assert host is not None
+        part: Array = host[inside]
+        return part
+
+
+Place = tuple[int, tuple[slice, ...] | None]
+
+
+def _place(box: Box, shards: tuple[Box, ...]) -> Place:
+    """The shard that holds a box, and where in it; None: it is all of it."""
+    number = next(i for i, shard in enumerate(shards) if shard.contains(box))
+    shard = shards[number]
+    return number, None if shard == box else box.relative_to(shard).slices
+
+
+@functools.lru_cache(maxsize=1024)
+def _tile_places(
+    layout: Layout, shape: tuple[int, ...], shards: tuple[Box, ...]
+) -> tuple[Place, ...]:
+    """By tile: where its elements are. Made once for all leaves with the same grid and shards."""
+    tiles = _plan.tile_lattice(layout)
+    boxes = (_plan.element_box(tiles.box(i), layout, shape) for i in range(tiles.size))
+    return tuple(_place(box, shards) for box in boxes)
 
 
 def _copy(part: Array) -> Array:
@@ -117,12 +172,6 @@ def _nothing() -> None:
 
 def _releaser(budget: Budget, nbytes: int) -> Callable[[], None]:
     return lambda: budget.release(nbytes)
-
-
-def _holding(shards: dict[tuple[int, ...], _arrays.Shard], box: Box) -> _arrays.Shard:
-    """The shard in which a piece lies; all shards of a leaf have the same shape."""
-    size = next(iter(shards.values())).box.shape
-    return shards[tuple(o // s * s for o, s in zip(box.offset, size, strict=True))]
 
 
 def copied_bytes(leaves: Sequence[LeafSpec], values: Sequence[Any], *, copy_all: bool) -> int:

@@ -5,16 +5,20 @@ Format: docs/format.md, "Tables" and "Read order".
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from jaxshard import _plan
+from jaxshard._boxes import Lattice
 from jaxshard._errors import CorruptionError, Kind
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._spec import Layout, LeafSpec
 from jaxshard._store import Store
 from jaxshard._table import Table, digest_of
 
+Column = np.ndarray[Any, Any]
 HINT = "jaxshard.verify(path) lists every damaged file"
 
 
@@ -60,30 +64,36 @@ class Source:
         return Table.from_bytes(data, key)
 
     @functools.cached_property
-    def _piece_index(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """(leaf, piece) to (process, row in its table)."""
-        return {
-            (leaf, piece): (process, row)
-            for process, table in enumerate(self.tables)
-            for row, (leaf, piece) in enumerate(
-                zip(table.pieces["leaf"].tolist(), table.pieces["piece"].tolist(), strict=True)
-            )
-        }
+    def _piece_rows(self) -> "_Rows":
+        return _Rows([table.pieces for table in self.tables], "piece")
 
     @functools.cached_property
-    def _entry_index(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """(leaf, tile) to (process, row in the entries of its table)."""
-        return {
-            (leaf, tile): (process, row)
-            for process, table in enumerate(self.tables)
-            for row, (leaf, tile) in enumerate(
-                zip(table.entries["leaf"].tolist(), table.entries["tile"].tolist(), strict=True)
-            )
-        }
+    def entries(self) -> "Entries":
+        """The entries of the packs of all processes."""
+        return Entries(self.tables)
 
     def piece_row(self, leaf: int, piece: int) -> tuple[int, int]:
         """Process and table row of a piece."""
-        return self._lookup(self._piece_index, leaf, piece, "piece")
+        rows = self._piece_rows
+        row = int(self._in_order(rows, leaf, "piece")[piece])
+        process = int(np.searchsorted(rows.first, row, "right")) - 1
+        return process, row - int(rows.first[process])
+
+    def packed_rows(self, leaf: int) -> Column:
+        """Rows of `entries` that hold the tiles of a packed leaf, by tile."""
+        return self._in_order(self.entries.rows, leaf, "packed tile")
+
+    def _in_order(self, rows: "_Rows", leaf: int, what: str) -> Column:
+        found = rows.of(leaf)
+        layout = layout_of(self.leaf(leaf))
+        cell = layout.tile if layout.packed else layout.piece
+        if found is None or len(found) != Lattice(layout.shape, cell).size:
+            name = self.manifest.tree.leaves[leaf].name
+            raise CorruptionError(
+                f"leaf {name!r}: expected each {what} once in the tables",
+                kind=Kind.TABLE_DAMAGED, hint=HINT,
+            )  # fmt: skip
+        return found
 
     def file_bytes(self, leaf: int, piece: int) -> int:
         """Length that the file of a piece must have.
@@ -102,22 +112,6 @@ class Source:
                 kind=Kind.TABLE_DAMAGED, hint=HINT,
             )  # fmt: skip
         return written
-
-    def entry_row(self, leaf: int, tile: int) -> tuple[int, int]:
-        """Process and table row of a packed tile."""
-        return self._lookup(self._entry_index, leaf, tile, "packed tile")
-
-    def _lookup(
-        self, index: dict[tuple[int, int], tuple[int, int]], leaf: int, number: int, what: str
-    ) -> tuple[int, int]:
-        found = index.get((leaf, number))
-        if found is None:
-            name = self.manifest.tree.leaves[leaf].name
-            raise CorruptionError(
-                f"leaf {name!r}: expected {what} {number} in the tables, found none",
-                kind=Kind.TABLE_DAMAGED, hint=HINT,
-            )  # fmt: skip
-        return found
 
     def tile_digest(self, leaf: int, piece: int, tile: int) -> bytes:
         """The digest that the writer gave a tile of a piece in a file of its own."""
@@ -156,10 +150,10 @@ class Source:
         layout = layout_of(leaf)
         tiles = _plan.tile_lattice(layout).size
         if layout.packed:
-            expected, found = (tiles, layout.nbytes), self._packed_counts.get(number, (0, 0))
+            expected, found = (tiles, layout.nbytes), self._packed_counts[number]
         else:
             pieces = _plan.piece_lattice(layout).size
-            expected, found = (pieces, tiles), self._filed_counts.get(number, (0, 0))
+            expected, found = (pieces, tiles), self._filed_counts[number]
         if expected != found:
             what = "tiles and bytes" if layout.packed else "pieces and tiles"
             raise CorruptionError(
@@ -169,14 +163,25 @@ class Source:
             )  # fmt: skip
 
     @functools.cached_property
-    def _filed_counts(self) -> dict[int, tuple[int, int]]:
+    def _filed_counts(self) -> list[tuple[int, int]]:
         """By leaf: pieces and tiles that the tables have in files of their own."""
-        return _counts((table.pieces["leaf"], table.pieces["tiles"]) for table in self.tables)
+        return self._counts([table.pieces for table in self.tables], "tiles")
 
     @functools.cached_property
-    def _packed_counts(self) -> dict[int, tuple[int, int]]:
+    def _packed_counts(self) -> list[tuple[int, int]]:
         """By leaf: tiles and bytes that the tables have in packs."""
-        return _counts((table.entries["leaf"], table.entries["nbytes"]) for table in self.tables)
+        return self._counts([table.entries for table in self.tables], "nbytes")
+
+    def _counts(self, parts: list[Column], amount: str) -> list[tuple[int, int]]:
+        """By leaf: how many rows it has, and the sum of another column."""
+        leaves = len(self.manifest.tree.leaves)
+        leaf = np.concatenate([part["leaf"] for part in parts])
+        amounts = np.concatenate([part[amount] for part in parts]).astype(np.int64)
+        known = leaf < leaves
+        sums = np.zeros(leaves, np.int64)
+        np.add.at(sums, leaf[known], amounts[known])
+        counts = np.bincount(leaf[known], minlength=leaves)
+        return list(zip(counts.tolist(), sums.tolist(), strict=True))
 
     def replaced(self) -> bool:
         """Whether the manifest is no longer the one that was opened."""
@@ -187,14 +192,66 @@ class Source:
         return (now.attempt, now.nonce) != (self.manifest.attempt, self.manifest.nonce)
 
 
-def _counts(columns: Iterable[tuple[Any, Any]]) -> dict[int, tuple[int, int]]:
-    """By number of the first column: how often it is there, and the sum of the second column."""
-    counts: dict[int, tuple[int, int]] = {}
-    for leaves, amounts in columns:
-        for leaf, amount in zip(leaves.tolist(), amounts.tolist(), strict=True):
-            rows, total = counts.get(leaf, (0, 0))
-            counts[leaf] = (rows + 1, total + amount)
-    return counts
+class _Rows:
+    """Rows of all tables by leaf and, within it, by piece or tile."""
+
+    def __init__(self, parts: list[Column], field: str) -> None:
+        self.first = np.cumsum([0, *map(len, parts)])[:-1]  # row where each process begins
+        leaf = np.concatenate([part["leaf"] for part in parts])
+        self._number = np.concatenate([part[field] for part in parts])
+        self._order = np.lexsort((self._number, leaf))
+        self._leaf = leaf[self._order]
+
+    def of(self, leaf: int) -> Column | None:
+        """Rows of a leaf, if its pieces or tiles are numbered from 0 without gaps."""
+        start, stop = np.searchsorted(self._leaf, [leaf, leaf + 1])
+        rows: Column = self._order[start:stop]
+        numbered = np.array_equal(self._number[rows], np.arange(stop - start))
+        return rows if numbered else None
+
+
+class Entries:
+    """The entries of the packs of all processes, as columns by process and rising offset.
+
+    Attributes:
+      rows: by leaf and tile.
+      offset: bytes from the start of the pack of the process.
+      nbytes: bytes of the tile.
+      digest: of the tile.
+      file: numbers that are equal for entries in the same file.
+    """
+
+    def __init__(self, tables: list[Table]) -> None:
+        parts = [table.entries for table in tables]
+        self.rows = _Rows(parts, "tile")
+        self.offset = np.concatenate([part["offset"] for part in parts]).astype(np.int64)
+        self.nbytes = np.concatenate([part["nbytes"] for part in parts]).astype(np.int64)
+        self.digest = np.concatenate([part["digest"] for part in parts])
+        self._segment_bytes = np.array([max(1, table.segment_bytes) for table in tables])
+        process = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+        self._first_file = np.cumsum([0, *(table.segments for table in tables)])
+        segment = self.offset // self._segment_bytes[process]
+        self.file = self._first_file[process] + segment
+
+    def segment_bytes(self, process: int) -> int:
+        """Bytes of each file of the pack of a process."""
+        return int(self._segment_bytes[process])
+
+    def file_of(self, row: int) -> tuple[int, int]:
+        """Process and number of the file that an entry lies in."""
+        file = int(self.file[row])
+        process = int(np.searchsorted(self._first_file, file, "right")) - 1
+        return process, file - int(self._first_file[process])
+
+
+def not_what_was_written(name: str, file: str, tile: int) -> CorruptionError:
+    """The error for a tile whose digest is another one than its writer's."""
+    return CorruptionError(
+        f"leaf {name!r}, tile {tile}, file {file!r}: its bytes are not those that were "
+        "written (changed, or the file is in another one's place)",
+        path=file,
+        hint=HINT,
+    )
 
 
 @contextlib.contextmanager

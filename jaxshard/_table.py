@@ -125,7 +125,14 @@ def leaf_digest(tiles: Iterable[tuple[int, bytes]]) -> int:
 
     Each process can give its part; the parts of a leaf are added up.
     """
-    total = sum(
-        xxhash.xxh3_128_intdigest(index.to_bytes(8, "little") + digest) for index, digest in tiles
-    )
-    return total % (1 << 128)
+    return sum(tile_part(tile, digest) for tile, digest in tiles) % (1 << 128)
+
+
+def tile_part(tile: int, digest: bytes) -> int:
+    """What one tile adds to the digest of its leaf."""
+    return xxhash.xxh3_128_intdigest(tile.to_bytes(8, "little") + digest)
+
+
+def digest_text(leaf_digest: int) -> str:
+    """The digest of a leaf as the manifest has it."""
+    return f"{leaf_digest % (1 << 128):032x}"

@@ -22,7 +22,7 @@ from jaxshard._spec import Layout, LeafSpec
 from jaxshard._store import MemoryStore, Store, memory_context
 from jaxshard._table import digest_of
 from jaxshard._transfer import Future
-from jaxshard._zarr import array_metadata, chunk_key
+from jaxshard._zarr import array_metadata, chunk_key, pack_metadata
 
 IoMode = Literal["auto", "memmap", "pread"]
 Array = np.ndarray[Any, Any]
@@ -48,15 +48,13 @@ def _context(threads: int, mode: str) -> Any:
     )
 
 
-def _open(store: Store, attempt: str, leaf: LeafSpec, compression: str | None, context: Any) -> Any:
+def _open(store: Store, key: str, metadata: dict[str, Any], context: Any) -> Any:
     import tensorstore as ts  # noqa: PLC0415
 
-    layout = leaf.layout
-    assert layout is not None, leaf.name
     spec = {
         "driver": "zarr3",
-        "kvstore": store.kvstore(f"{attempt}/data/{layout.path}"),
-        "metadata": array_metadata(leaf, layout, compression),
+        "kvstore": store.kvstore(key),
+        "metadata": metadata,
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
@@ -65,9 +63,24 @@ def _open(store: Store, attempt: str, leaf: LeafSpec, compression: str | None, c
     return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
+def _open_leaf(
+    store: Store, attempt: str, leaf: LeafSpec, compression: str | None, context: Any
+) -> Any:
+    layout = leaf.layout
+    assert layout is not None, leaf.name
+    metadata = array_metadata(leaf, layout, compression)
+    return _open(store, f"{attempt}/data/{layout.path}", metadata, context)
+
+
 def open_for_writing(store: Store, attempt: str, leaf: LeafSpec, compression: str | None) -> Any:
     """The array of a leaf that is not packed; its directories exist."""
-    return _open(store, attempt, leaf, compression, _context(_WRITE_THREADS, "default"))
+    return _open_leaf(store, attempt, leaf, compression, _context(_WRITE_THREADS, "default"))
+
+
+def open_pack_for_writing(store: Store, key: str, segment_bytes: int, segments: int) -> Any:
+    """The array of bytes of a pack; its directories exist."""
+    metadata = pack_metadata(segment_bytes, segments)
+    return _open(store, key, metadata, _context(_WRITE_THREADS, "default"))
 
 
 def open_for_reading(
@@ -78,7 +91,7 @@ def open_for_reading(
     # system is local; file lengths have been checked before.
     memmap = io_mode == "memmap" or (io_mode == "auto" and _is_local(store.url))
     context = _context(os.cpu_count() or 1, "memmap" if memmap else "default")
-    return _open(store, attempt, leaf, compression, context)
+    return _open_leaf(store, attempt, leaf, compression, context)
 
 
 _LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
@@ -101,6 +114,11 @@ def write_box(array: Any, box: Box, values: Array) -> Future:
     """Begin to write a whole piece; `values` must not change until the future is done."""
     future: Future = array[box.slices].write(values, can_reference_source_data_indefinitely=True)
     return future
+
+
+def keeps_what_is_written(store: Store) -> bool:
+    """Whether the memory that was given to `write_box` becomes the store's own."""
+    return isinstance(store, MemoryStore)
 
 
 def read_box(array: Any, box: Box, into: Array) -> Future:
@@ -147,14 +165,15 @@ def missing_file(name: str, file: str) -> CorruptionError:
     )
 
 
-def write_error(error: Exception, name: str, file: str) -> Exception:
-    """What a failed write means."""
+def write_error(error: Exception, name: str | None, file: str) -> Exception:
+    """What a failed write means; `name` of the leaf, None for a pack."""
     if isinstance(error, StorageError):
         return error
+    where = f"file {file!r}" if name is None else f"leaf {name!r}, file {file!r}"
     text = _essence(error)
     full = "No space left" in text or str(error).startswith("RESOURCE_EXHAUSTED")
     return StorageError(
-        f"leaf {name!r}, file {file!r}: cannot be written: {text}",
+        f"{where}: cannot be written: {text}",
         kind=Kind.NO_SPACE if full else Kind.STORAGE,
         path=file,
         hint="free some space; earlier checkpoints are untouched" if full else None,

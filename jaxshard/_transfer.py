@@ -24,6 +24,18 @@ class Future(Protocol):
         """Wait; raise the error if there was one."""
 
 
+class _Done(NamedTuple):
+    value: Any
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ARG002
+        return self.value
+
+
+def done(value: Any = None) -> Future:
+    """A future whose value is there."""
+    return _Done(value)
+
+
 class Request(NamedTuple):
     """One read or write.
 

@@ -129,11 +129,11 @@ class _Walker:
             described = _arrays.Described(LeafSpec(name=name, kind="none"), None)
         spec, mesh = described
         if mesh is not None:
-            spec = dataclasses.replace(spec, mesh=self.meshes.setdefault(mesh, len(self.meshes)))
+            spec = spec._replace(mesh=self.meshes.setdefault(mesh, len(self.meshes)))
         if spec.has_array and spec.container is not None:
             first = self._first.setdefault(id(value), number)
             if first != number:
-                spec = dataclasses.replace(spec, same_as=first)
+                spec = spec._replace(same_as=first)
         self.leaves.append(spec)
         self.values.append(value)
         return number, lambda values: values[number]

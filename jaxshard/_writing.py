@@ -6,6 +6,7 @@ error nothing is left but what was there before.
 
 import dataclasses
 import datetime
+import functools
 import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from jaxshard import (
     _transfer,
     _zarr,
 )
+from jaxshard._boxes import Box
 from jaxshard._errors import Kind, StorageError
 from jaxshard._saving import SaveJob
 from jaxshard._snapshot import Staged
@@ -31,6 +33,7 @@ from jaxshard._spec import Layout, LeafSpec
 from jaxshard._store import storage_errors
 from jaxshard._transfer import Request
 
+_PACK_BUFFERS = 4  # one is filled while the others are written
 _SPARE_BYTES = 1 << 20  # for what is not counted: directories, indices, tables, the manifest
 
 
@@ -82,7 +85,7 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
         metadata=job.metadata,
         environment=_arrays.environment(),
         compression=job.options.compression,
-        tree=dataclasses.replace(job.tree, leaves=record.leaves_with_digests()),
+        tree=dataclasses.replace(job.tree, leaves=record.leaves),
         processes=(_manifest.ProcessRecord(len(table), _table.digest_of(table).hex()),),
     )
     _commit.commit(job.store, manifest, overwrite=job.overwrite)
@@ -101,61 +104,70 @@ def _directories(job: SaveJob) -> list[str]:
     attempt = job.attempt
     directories = {f"{attempt}/data", _source.table_file(attempt, 0).rpartition("/")[0]}
     directories.update(f"{attempt}/data/{layout.path}" for _, layout in _filed_leaves(job))
-    for piece in job.plan.pieces:
-        file = _piece_file(job, piece)
-        directories.add(file.rpartition("/")[0])
+    for leaf, number in job.plan.pieces[["leaf", "number"]].tolist():
+        directories.add(_piece_file(job, leaf, number).rpartition("/")[0])
     if job.plan.segments:
         directories.add(f"{_source.pack_dir(attempt, 0)}/c")
     return sorted(directories)
 
 
-def _piece_file(job: SaveJob, piece: _plan.Piece) -> str:
-    layout = _source.layout_of(job.tree.leaves[piece.leaf])
-    position = _plan.piece_lattice(layout).position(piece.number)
+def _piece_file(job: SaveJob, leaf: int, number: int) -> str:
+    layout = _source.layout_of(job.tree.leaves[leaf])
+    position = _plan.piece_lattice(layout).position(number)
     return _tensors.piece_file(job.attempt, layout, position)
 
 
 class _Record:
-    """What is being written, and what the table will say about it."""
+    """What is being written, and what table and manifest will say about it.
+
+    Attributes:
+      leaves: as the manifest keeps them, once all has been handed out.
+    """
+
+    leaves: tuple[LeafSpec, ...]
 
     def __init__(self, job: SaveJob) -> None:
         self._job = job
         self._arrays: dict[int, Any] = {}
-        self._pieces: list[tuple[int, int, int, list[tuple[int, bytes]]]] = []
-        self._entries: list[tuple[_plan.Entry, bytes]] = []
+        self._pieces: list[tuple[int, int, list[tuple[int, bytes]]]] = []
+        self._entry_digests: list[bytes] = []
+        self._offsets = job.plan.entries["offset"].tolist()
 
     def requests(self, staged: Iterator[Staged | None]) -> Iterator[Request | None]:
         """Pieces, then the small files (while pieces are in flight), then the pack.
 
         A None of `staged` (not there yet) is passed on.
         """
-        for _ in self._job.plan.pieces:
+        for _ in range(len(self._job.plan.pieces)):
             while (item := _next(staged)) is None:
                 yield None
             yield self._piece_request(item)
         for key, data in self._small_files():
             yield self._file_request(key, data)
         yield from self._pack_requests(staged)
+        self.leaves = self._leaves_with_digests()  # while the last files are written
 
     def _piece_request(self, staged: Staged) -> Request:
         job, piece = self._job, staged.of
         assert isinstance(piece, _plan.Piece)
         leaf = job.tree.leaves[piece.leaf]
         layout = _source.layout_of(leaf)
-        file = _piece_file(job, piece)
+        file = _piece_file(job, piece.leaf, piece.number)
         release = staged.release
         # Here, so that the request does not hold the unpacked elements of a sub-byte leaf too.
-        values = _dtypes.to_stored(staged.values, str(leaf.dtype), layout.per_byte)
+        values = _dtypes.to_stored(staged.values[0], str(leaf.dtype), layout.per_byte)
         del staged
 
         def start() -> _transfer.Future:
-            digests = _tensors.tile_digests(values, piece.box, _plan.tile_lattice(layout))
-            self._pieces.append((piece.leaf, piece.number, len(self._pieces), digests))
             if piece.leaf not in self._arrays:
                 self._arrays[piece.leaf] = _tensors.open_for_writing(
                     job.store, job.attempt, leaf, job.options.compression
                 )
-            return _tensors.write_box(self._arrays[piece.leaf], piece.box, values)
+            future = _tensors.write_box(self._arrays[piece.leaf], piece.box, values)
+            # While TensorStore's threads write it.
+            digests = _tensors.tile_digests(values, piece.box, _plan.tile_lattice(layout))
+            self._pieces.append((piece.leaf, piece.number, digests))
+            return future
 
         return Request(
             piece.nbytes,
@@ -180,58 +192,86 @@ class _Record:
     def _file_request(self, key: str, data: Any) -> Request:
         def start() -> _transfer.Future:
             self._job.store.write(key, data)
-            return _DONE
+            return _transfer.done()
 
         return Request(len(data), start, _ignore, _as_it_is)
 
     def _pack_requests(self, staged: Iterator[Staged | None]) -> Iterator[Request | None]:
-        """One request for each file of the pack, assembled in memory."""
-        plan = self._job.plan
-        entries = iter(plan.entries)
-        entry = next(entries, None)
-        for segment in range(plan.segments):
-            buffer = _tensors.empty((plan.segment_bytes,), np.dtype(np.uint8))
-            buffer[:] = 0
-            end = (segment + 1) * plan.segment_bytes
-            while entry is not None and entry.offset < end:
+        """One request for each file of the pack, assembled in memory while others are written."""
+        job, plan = self._job, self._job.plan
+        if not plan.segments:
+            return
+        pack = _tensors.open_pack_for_writing(
+            job.store, _source.pack_dir(job.attempt, 0), plan.segment_bytes, plan.segments
+        )
+        # Memory that was touched before is faster than new: a ring of buffers, used again.
+        free: list[Any] = [None] * _PACK_BUFFERS
+        kept = _tensors.keeps_what_is_written(job.store)
+        for segment, stretches in enumerate(plan.stretches()):
+            while not free:
+                yield None
+            buffer = free.pop()
+            if buffer is None:
+                buffer = _tensors.empty((plan.segment_bytes,), np.dtype(np.uint8))
+            start, end = segment * plan.segment_bytes, 0
+            for stretch in stretches:
                 while (item := _next(staged)) is None:
                     yield None
-                self._put(item, entry, buffer, segment * plan.segment_bytes)
-                entry = next(entries, None)
-            yield self._file_request(_source.pack_file(self._job.attempt, 0, segment), buffer)
+                end = self._put(item, stretch, buffer, start, end)
+            buffer[end:] = 0
+            yield Request(
+                plan.segment_bytes,
+                functools.partial(
+                    _tensors.write_box, pack, Box((start,), (plan.segment_bytes,)), buffer
+                ),
+                functools.partial(_give_back, free, None if kept else buffer),
+                functools.partial(_pack_error, _source.pack_file(job.attempt, 0, segment)),
+            )
 
-    def _put(self, staged: Staged, entry: _plan.Entry, buffer: Any, start: int) -> None:
-        leaf = self._job.tree.leaves[entry.leaf]
-        layout = _source.layout_of(leaf)
-        values = _dtypes.to_stored(staged.values, str(leaf.dtype), layout.per_byte)
-        raw = _tensors.raw_bytes(values)
-        self._entries.append((entry, _table.digest_of(raw)))
-        at = entry.offset - start
-        buffer[at : at + entry.nbytes] = raw
+    def _put(
+        self, staged: Staged, stretch: _plan.Stretch, buffer: Any, start: int, end: int
+    ) -> int:
+        """Copy a stretch of entries into the file that is being assembled, zeros between them.
+
+        Returns:
+          Where the last entry ends; `end` is where the one before the stretch did.
+        """
+        leaf = self._job.tree.leaves[stretch.leaf]
+        per_byte = _source.layout_of(leaf).per_byte
+        stored = [_dtypes.to_stored(part, str(leaf.dtype), per_byte) for part in staged.values]
+        offsets = self._offsets[stretch.first : stretch.stop]
+        for raw, offset in zip(map(_tensors.raw_bytes, stored), offsets, strict=True):
+            at = offset - start
+            if at > end:
+                buffer[end:at] = 0
+            end = at + len(raw)
+            buffer[at:end] = raw
+            self._entry_digests.append(_table.digest_of(raw))
         staged.release()
+        return end
 
     def table(self) -> _table.Table:
         """The table of this process; every file is durable by now."""
-        job = self._job
+        job, plan = self._job, self._job.plan
         self._pieces.sort()
-        by_number = {(p.leaf, p.number): p for p in job.plan.pieces}
         pieces = np.zeros(len(self._pieces), _table.PIECE)
-        for row, (leaf, index, _, digests) in enumerate(self._pieces):
-            size = self._size(_piece_file(job, by_number[leaf, index]))
-            pieces[row] = (leaf, len(digests), index, size)
+        for row, (leaf, number, digests) in enumerate(self._pieces):
+            size = self._size(_piece_file(job, leaf, number))
+            pieces[row] = (leaf, len(digests), number, size)
         tile_digests = [digest for *_, tiles in self._pieces for _, digest in tiles]
-        for segment in range(job.plan.segments):
+        for segment in range(plan.segments):
             self._size(_source.pack_file(job.attempt, 0, segment))
-        entries = np.zeros(len(self._entries), _table.ENTRY)
-        for row, (entry, digest) in enumerate(self._entries):
-            entries[row] = (entry.leaf, 0, entry.tile, entry.offset, entry.nbytes, digest)
+        entries = np.zeros(len(plan.entries), _table.ENTRY)
+        for field in ("leaf", "tile", "offset", "nbytes"):
+            entries[field] = plan.entries[field]
+        entries["digest"] = np.frombuffer(b"".join(self._entry_digests), _table.DIGEST)
         return _table.Table(
             0,
             pieces,
             np.frombuffer(b"".join(tile_digests), _table.DIGEST),
             entries,
-            job.plan.segment_bytes,
-            job.plan.segments,
+            plan.segment_bytes,
+            plan.segments,
         )
 
     def _size(self, file: str) -> int:
@@ -245,19 +285,27 @@ class _Record:
             )
         return size
 
-    def leaves_with_digests(self) -> tuple[LeafSpec, ...]:
+    def _leaves_with_digests(self) -> tuple[LeafSpec, ...]:
         """The leaves as the manifest keeps them."""
-        tiles: dict[int, list[tuple[int, bytes]]] = {}
-        for leaf, _, _, digests in self._pieces:
-            tiles.setdefault(leaf, []).extend(digests)
-        for entry, digest in self._entries:
-            tiles.setdefault(entry.leaf, []).append((entry.tile, digest))
+        sums = [0] * len(self._job.tree.leaves)
+        for leaf, _, digests in self._pieces:
+            sums[leaf] += _table.leaf_digest(digests)
+        entries = self._job.plan.entries
+        tiles = zip(entries["tile"].tolist(), self._entry_digests, strict=True)
+        for leaf, tile in zip(entries["leaf"].tolist(), tiles, strict=True):
+            sums[leaf] += _table.tile_part(*tile)
         return tuple(
-            leaf
-            if leaf.layout is None
-            else dataclasses.replace(leaf, digest=f"{_table.leaf_digest(tiles.get(i, [])):032x}")
+            leaf if leaf.layout is None else leaf._replace(digest=_table.digest_text(sums[i]))
             for i, leaf in enumerate(self._job.tree.leaves)
         )
+
+
+def _give_back(free: list[Any], buffer: Any, _: Any) -> None:
+    free.append(buffer)
+
+
+def _pack_error(file: str, error: Exception) -> Exception:
+    return _tensors.write_error(error, None, file)
 
 
 class SnapshotStoppedError(Exception):
@@ -269,16 +317,6 @@ def _next(staged: Iterator[Staged | None]) -> Staged | None:
         return next(staged)
     except StopIteration:
         raise SnapshotStoppedError from None
-
-
-class _Written:
-    """A future of something that is done already."""
-
-    def result(self, timeout: float | None = None) -> None:
-        """Nothing to wait for."""
-
-
-_DONE = _Written()
 
 
 def _ignore(_: Any) -> None:

@@ -291,7 +291,7 @@ tell(grown=grown, tasks=[tasks[0], max(tasks)], fds=[fds[0], max(fds)], threads=
 """
     found = measure(code, folder)
     assert found["threads"] == 1
-    assert found["tasks"][1] <= found["tasks"][0]
+    assert found["tasks"][1] <= found["tasks"][0] + 4  # TensorStore's pools fill up as it happens
     assert found["fds"][1] <= found["fds"][0]
     assert found["temporary"] == []
     assert len(found["left"]) == 2, found["left"]  # the manifest and one attempt

@@ -18,6 +18,7 @@ from support import assert_same_leaf, bits, mesh, on, run_python
 import jaxshard
 from jaxshard import _dtypes, _saving
 from jaxshard._boxes import Box, covers_exactly_once
+from jaxshard._plan import tile_lattice
 from jaxshard._store import open_store
 
 MESHES = [(1,), (2,), (3,), (5,), (8,), (2, 4), (4, 2), (3, 2), (2, 2, 2)]
@@ -233,11 +234,14 @@ def check_plan(tree, options):
         options=options,
     )
     for number, leaf in enumerate(job.tree.leaves):
-        tasks = [t for t in (*job.plan.pieces, *job.plan.entries) if t.leaf == number]
+        boxes = [p.box for p in job.plan.each_piece(job.tree.leaves) if p.leaf == number]
+        tiles = job.plan.entries["tile"][job.plan.entries["leaf"] == number].tolist()
         if leaf.layout is None:
-            assert tasks == []
+            assert not boxes
+            assert not tiles
         else:
-            assert covers_exactly_once([t.box for t in tasks], Box.whole(leaf.layout.shape))
+            boxes += [tile_lattice(leaf.layout).box(tile) for tile in tiles]
+            assert covers_exactly_once(boxes, Box.whole(leaf.layout.shape))
 
 
 def check_parts(array, options, data):

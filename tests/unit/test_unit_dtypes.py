@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxshard import _dtypes
+from jaxshard import FormatError, _dtypes
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 NAMES = _dtypes.names()
@@ -77,6 +77,22 @@ def test_the_stored_type_is_a_byte_only_where_zarr_in_tensorstore_lacks_the_type
     }
     created = ts.open(spec, create=True, context=ts.Context()).result()
     assert created.dtype.numpy_dtype == _dtypes.numpy_dtype(stored)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_known_without_numpy(name):
+    assert _dtypes.itemsize(name) == _dtypes.numpy_dtype(name).itemsize
+    assert _dtypes.is_known(name)
+
+
+def test_a_dtype_that_an_old_ml_dtypes_lacks_is_a_format_error(monkeypatch):
+    table = {n: d for n, d in _dtypes._table().items() if n != "int4"}
+    monkeypatch.setattr(_dtypes, "_table", lambda: table)
+    assert _dtypes.is_known("int4")
+    with pytest.raises(
+        FormatError, match="found a version without it\nhint: pip install --upgrade"
+    ):
+        _dtypes.numpy_dtype("int4")
 
 
 @pytest.mark.parametrize("name", ["float6", "float128", "object", "str", "int3", "V4"])

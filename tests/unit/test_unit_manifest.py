@@ -1,6 +1,5 @@
 """Manifests come back as they were written; damaged, newer and hostile ones are refused."""
 
-import dataclasses
 import json
 import time
 
@@ -48,7 +47,7 @@ def array(name, shape=(8, 6), **changes):
         layout=layout,
         digest="ab" * 16,
     )
-    return dataclasses.replace(leaf, **changes)
+    return leaf._replace(**changes)
 
 
 MESHES = (MeshSpec(("x",), (8,), ("Auto",)),)
@@ -140,7 +139,7 @@ def trees(draw):
     ]
     paths = [f"p{i}" for i in range(len(specs))]
     specs = [
-        s if s.layout is None else dataclasses.replace(s, layout=s.layout._replace(path=path))
+        s if s.layout is None else s._replace(layout=s.layout._replace(path=path))
         for s, path in zip(specs, paths, strict=True)
     ]
     return TreeSpec(root, tuple(specs))
@@ -524,7 +523,7 @@ def test_a_tree_as_deep_as_allowed_is_read():
     for _ in range(256):
         root = Node("list", (), (root,))
     leaf = array("/".join("0" * 256), mesh=None, spec=None)
-    leaf = dataclasses.replace(leaf, layout=leaf.layout._replace(path="p"))
+    leaf = leaf._replace(layout=leaf.layout._replace(path="p"))
     data = manifest(TreeSpec(root, (leaf,))).to_bytes()
     assert read(data).to_bytes() == data
 

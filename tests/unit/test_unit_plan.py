@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from jaxshard import _dtypes, _grid, _plan
 from jaxshard._boxes import Box, Lattice, covers_exactly_once
 from jaxshard._manifest import stored_shape
-from jaxshard._plan import Holders, blocks, element_box, plan_load, plan_save, stored_box
+from jaxshard._plan import Holders, plan_save
 from jaxshard._spec import Layout, LeafSpec
 
 MIB = 1 << 20
@@ -27,6 +28,38 @@ def leaf(name, shape, partitions=None, *, dtype="float32", packed=False, limit=6
     return LeafSpec(
         name=name, kind="array", dtype=dtype, shape=shape, array_shape=shape, layout=layout
     )
+
+
+class Entry(NamedTuple):
+    leaf: int
+    tile: int
+    box: Box
+    offset: int
+    nbytes: int
+
+
+class Told(NamedTuple):
+    """A plan of one process with boxes, as objects."""
+
+    pieces: list
+    entries: list
+    segment_bytes: int
+    segments: int
+    nbytes: int
+
+
+def told(plan, leaves):
+    entries = [
+        Entry(leaf, tile, _plan.tile_lattice(leaves[leaf].layout).box(tile), offset, nbytes)
+        for leaf, tile, offset, nbytes in plan.entries.tolist()
+    ]
+    pieces = list(plan.each_piece(leaves))
+    return Told(pieces, entries, plan.segment_bytes, plan.segments, plan.nbytes)
+
+
+def alone(leaves, **options):
+    """The plan of the only process."""
+    return told(plan_save(leaves, [None] * len(leaves), **options).of(0), leaves)
 
 
 @st.composite
@@ -57,7 +90,8 @@ def states(draw):
 
 def plans_of(state):
     leaves, holders, processes, segment = state
-    return plan_save(leaves, holders, processes=processes, segment_bytes_max=segment)
+    plan = plan_save(leaves, holders, processes=processes, segment_bytes_max=segment)
+    return [told(plan.of(process), leaves) for process in range(processes)]
 
 
 # Saving -------------------------------------------------------------------------------------
@@ -96,6 +130,12 @@ def test_pieces_and_entries_are_cells_of_the_grid_with_their_bytes(state):
             assert entry.nbytes == entry.box.size * layout.itemsize
 
 
+def holding(held, box, shape):
+    """Processes that hold the shard in which a box lies."""
+    position = tuple(o * p // n for o, p, n in zip(box.offset, held.partitions, shape, strict=True))
+    return held.processes[Lattice(held.partitions, (1,) * len(position)).number(position)]
+
+
 @quick
 @given(states())
 def test_only_a_process_that_holds_a_piece_writes_it(state):
@@ -104,7 +144,7 @@ def test_only_a_process_that_holds_a_piece_writes_it(state):
         for task in (*plan.pieces, *plan.entries):
             held = holders[task.leaf]
             shape = leaves[task.leaf].layout.shape
-            assert process in ((0,) if held is None else held.of(task.box, shape))
+            assert process in ((0,) if held is None else holding(held, task.box, shape))
 
 
 @quick
@@ -124,7 +164,7 @@ def test_entries_are_aligned_and_never_overlap_or_cross_from_file_to_file(state)
 @pytest.mark.parametrize("segment", [256, 320, 512, 1000])
 def test_entries_of_all_sizes_keep_within_their_file(segment):
     leaves = [leaf(f"l{i}", (1 + i * 37 % 250,), dtype="uint8", packed=True) for i in range(60)]
-    (plan,) = plan_save(leaves, [None] * 60, segment_bytes_max=segment)
+    plan = alone(leaves, segment_bytes_max=segment)
     for entry in plan.entries:
         last = entry.offset + entry.nbytes - 1
         assert entry.offset // plan.segment_bytes == last // plan.segment_bytes
@@ -168,19 +208,19 @@ def test_a_leaf_that_is_another_one_or_no_array_is_not_written():
     first = leaf("a", (4,))
     same = LeafSpec(name="b", kind="array", dtype="float32", array_shape=(4,), same_as=0)
     number = LeafSpec(name="c", kind="int", value="0x1")
-    (plan,) = plan_save([first, same, number], [None] * 3)
+    plan = alone([first, same, number])
     assert [p.leaf for p in plan.pieces] == [0]
     assert plan.nbytes == 16
 
 
 def test_bytes_of_a_plan_count_the_padding_of_the_pack():
-    (plan,) = plan_save([leaf("a", (3,), packed=True), leaf("b", (5,))], [None] * 2)
+    plan = alone([leaf("a", (3,), packed=True), leaf("b", (5,))])
     assert (plan.segment_bytes, plan.segments, plan.nbytes) == (64, 1, 64 + 20)
 
 
 def test_a_packed_leaf_of_many_tiles_may_lie_in_several_files():
     spec = leaf("a", (1000,), packed=True, limit=400)
-    (plan,) = plan_save([spec], [None], segment_bytes_max=1024)
+    plan = alone([spec], segment_bytes_max=1024)
     assert plan.segments >= 4
     assert len(plan.entries) == _plan.tile_lattice(spec.layout).size
 
@@ -202,7 +242,8 @@ def test_replicas_share_the_bytes_evenly_also_where_nothing_divides_by_their_num
     # CASE 49: eleven replicas, no dimension divides by eleven.
     leaves = transformer(processes)
     holders = [Holders((1,) * len(x.shape), (tuple(range(processes)),)) for x in leaves]
-    plans = plan_save(leaves, holders, processes=processes)
+    plan = plan_save(leaves, holders, processes=processes)
+    plans = [plan.of(p) for p in range(processes)]
     shares = [plan.nbytes for plan in plans]
     assert max(shares) <= 1.1 * sum(shares) / processes
 
@@ -218,7 +259,8 @@ def test_sharded_and_replicated_leaves_together_are_shared_evenly(processes):
         + [Holders((1, 1), (everyone,))] * 8
         + [Holders((1,), (everyone,))] * 200
     )
-    plans = plan_save([*sharded, *copied, *small], holders, processes=processes)
+    plan = plan_save([*sharded, *copied, *small], holders, processes=processes)
+    plans = [plan.of(p) for p in range(processes)]
     shares = [plan.nbytes for plan in plans]
     assert max(shares) <= 1.1 * sum(shares) / processes
 
@@ -227,7 +269,8 @@ def test_20_000_pieces_on_64_processes_are_planned_quickly():
     leaves = [leaf(f"l{i}", (4096, 1024), (64, 1)) for i in range(313)]
     holders = [Holders((64, 1), tuple((p,) for p in range(64)))] * len(leaves)
     began = time.perf_counter()
-    plans = plan_save(leaves, holders, processes=64)
+    plan = plan_save(leaves, holders, processes=64)
+    plans = [plan.of(p) for p in range(64)]
     assert sum(len(p.pieces) for p in plans) >= 20_000
     assert time.perf_counter() - began < 10
 
@@ -235,156 +278,6 @@ def test_20_000_pieces_on_64_processes_are_planned_quickly():
 def test_20_000_small_leaves_are_packed_quickly():
     leaves = [leaf(f"l{i}", (16,), packed=True) for i in range(20_000)]
     began = time.perf_counter()
-    (plan,) = plan_save(leaves, [None] * len(leaves))
+    plan = alone(leaves)
     assert len(plan.entries) == 20_000
     assert time.perf_counter() - began < 10
-
-
-# Loading ------------------------------------------------------------------------------------
-
-
-@st.composite
-def loads(draw):
-    """(layout, wanted boxes, slab_bytes_max); the boxes are of a mesh, or anything."""
-    rank = draw(st.integers(0, 3))
-    parts = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(rank))
-    shape = tuple(draw(st.integers(0 if p == 1 else 1, 4)) * p for p in parts)
-    limit = draw(st.sampled_from([4, 24, 100, 1000]))
-    layout = leaf("a", shape, parts, limit=limit).layout
-    if draw(st.booleans()):
-        cells = Lattice(shape, tuple(draw(st.integers(max(1, n // 3), max(1, n))) for n in shape))
-        wanted = [cells.box(i) for i in range(cells.size)]
-    else:
-        wanted = []
-        for _ in range(draw(st.integers(0, 4))):
-            offset = tuple(draw(st.integers(0, n)) for n in shape)
-            room = [n - o for n, o in zip(shape, offset, strict=True)]
-            wanted.append(Box(offset, tuple(draw(st.integers(0, n)) for n in room)))
-    return layout, list(dict.fromkeys(wanted)), draw(st.sampled_from([1, 16, 64, 10_000]))
-
-
-def slabs_of(case):
-    layout, wanted, limit = case
-    return plan_load(layout, wanted, slab_bytes_max=limit)
-
-
-@quick
-@given(loads())
-def test_every_tile_that_is_needed_is_read_exactly_once(case):
-    layout, wanted, _ = case
-    tiles = _plan.tile_lattice(layout)
-    read = [t for slab in slabs_of(case) for t in tiles.touching(slab.box)]
-    assert sorted(read) == sorted({t for box in wanted for t in tiles.touching(box)})
-
-
-@quick
-@given(loads())
-def test_a_slab_is_whole_tiles_of_one_piece(case):
-    layout = case[0]
-    tiles, pieces = _plan.tile_lattice(layout), _plan.piece_lattice(layout)
-    for slab in slabs_of(case):
-        assert pieces.box(slab.piece).contains(slab.box)
-        inside = [tiles.box(t) for t in tiles.touching(slab.box)]
-        assert covers_exactly_once(inside, slab.box)
-
-
-@quick
-@given(loads())
-def test_a_slab_goes_straight_to_a_box_only_if_that_holds_all_of_it_and_no_other_needs_it(case):
-    wanted = case[1]
-    for slab in slabs_of(case):
-        touching = tuple(i for i, box in enumerate(wanted) if box.intersect(slab.box))
-        alone = len(touching) == 1 and wanted[touching[0]].contains(slab.box)
-        assert slab.targets == touching
-        assert slab.target == (touching[0] if alone else None)
-
-
-@quick
-@given(loads())
-def test_a_slab_keeps_the_limit_unless_it_is_one_tile(case):
-    layout, _, limit = case
-    for slab in slabs_of(case):
-        one_tile = len(list(_plan.tile_lattice(layout).touching(slab.box))) == 1
-        assert one_tile or slab.box.size * layout.itemsize <= limit
-
-
-@quick
-@given(loads())
-def test_slabs_come_piece_by_piece(case):
-    pieces = [slab.piece for slab in slabs_of(case)]
-    assert pieces == sorted(pieces)
-
-
-def test_a_tile_that_two_boxes_need_is_read_once_and_goes_to_both():
-    layout = Layout("a", "float32", 1, (8,), (4,), (2,), packed=False)
-    wanted = [Box((0,), (8,)), Box((3,), (2,))]
-    slabs = plan_load(layout, wanted, slab_bytes_max=MIB)
-    assert [(s.box.offset[0], s.target, s.targets) for s in slabs] == [
-        (2, None, (0, 1)),
-        (0, 0, (0,)),
-        (4, None, (0, 1)),
-        (6, 0, (0,)),
-    ]
-
-
-def test_nothing_is_read_for_boxes_without_elements():
-    layout = leaf("a", (4, 4)).layout
-    assert plan_load(layout, [Box((0, 2), (4, 0))], slab_bytes_max=MIB) == []
-    assert plan_load(layout, [], slab_bytes_max=MIB) == []
-
-
-def test_20_000_pieces_are_planned_for_loading_quickly():
-    layout = Layout("a", "float32", 1, (20_000, 1024), (1, 1024), (1, 256), packed=False)
-    wanted = [Box((i * 2500, 0), (2500, 1024)) for i in range(8)]
-    began = time.perf_counter()
-    slabs = plan_load(layout, wanted, slab_bytes_max=MIB)
-    assert len(slabs) == 20_000
-    assert time.perf_counter() - began < 10
-
-
-# Blocks and boxes of packed elements --------------------------------------------------------
-
-
-@quick
-@given(loads())
-def test_blocks_cover_a_box_of_whole_tiles_exactly_once(case):
-    layout, _, limit = case
-    whole = Box.whole(layout.shape)
-    cuts = blocks(layout, whole, limit) if whole.size else []
-    assert covers_exactly_once(cuts, whole)
-    tiles = _plan.tile_lattice(layout)
-    for cut in cuts:
-        inside = [tiles.box(t) for t in tiles.touching(cut)]
-        assert covers_exactly_once(inside, cut)
-        assert len(inside) == 1 or cut.size * layout.itemsize <= limit
-
-
-@quick
-@given(
-    st.sampled_from(["int4", "uint2", "uint1", "float32", "float6_e2m3fn"]),
-    st.lists(st.integers(0, 20), max_size=2),
-    st.data(),
-)
-def test_a_stored_box_covers_the_elements_and_hardly_more(dtype, shape, data):
-    shape = tuple(shape)
-    layout = leaf("a", shape, dtype=dtype).layout
-    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
-    room = [n - o for n, o in zip(shape, offset, strict=True)]
-    box = Box(offset, tuple(data.draw(st.integers(0, n)) for n in room))
-    stored = stored_box(box, layout)
-    assert Box.whole(layout.shape).contains(stored)
-    if box.size:
-        around = element_box(stored, layout, shape)
-        assert around.contains(box)
-        assert Box.whole(shape).contains(around)
-        assert all(
-            a - b < 2 * layout.per_byte for a, b in zip(around.shape, box.shape, strict=True)
-        )
-    else:
-        assert stored.size == 0
-
-
-def test_whole_and_part_of_packed_elements():
-    layout = leaf("a", (3, 5), dtype="int4").layout
-    assert stored_box(Box((0, 1), (3, 2)), layout) == Box((0, 0), (3, 2))
-    assert element_box(Box((0, 2), (3, 1)), layout, (3, 5)) == Box((0, 4), (3, 1))

@@ -52,11 +52,20 @@ def assemble(job, items):
     out = {}
     for item in items:
         leaf = job.tree.leaves[item.of.leaf]
-        box = _plan.element_box(item.of.box, leaf.layout, leaf.array_shape)
-        whole = out.setdefault(leaf.name, np.zeros(leaf.array_shape, item.values.dtype))
-        assert item.values.shape == box.shape
-        whole[box.slices] = item.values
+        for stored, values in zip(boxes(job, item.of), item.values, strict=True):
+            box = _plan.element_box(stored, leaf.layout, leaf.array_shape)
+            whole = out.setdefault(leaf.name, np.zeros(leaf.array_shape, values.dtype))
+            assert values.shape == box.shape
+            whole[box.slices] = values
     return out
+
+
+def boxes(job, task):
+    """Boxes of stored elements of a piece, or of the entries of a stretch."""
+    if isinstance(task, _plan.Piece):
+        return [task.box]
+    tiles = _plan.tile_lattice(job.tree.leaves[task.leaf].layout)
+    return [tiles.box(int(t)) for t in job.plan.entries["tile"][task.first : task.stop]]
 
 
 @pytest.mark.parametrize("how", ["sync", "async", "copy"])
@@ -65,7 +74,8 @@ def test_staged_parts_are_the_values_in_the_order_of_the_plan(how, options):
     job = job_of(tree(), **options)
     budget = None if how == "sync" else Budget(1 << 20)
     items = staged(job, budget=budget, copy_all=how == "copy")
-    assert [item.of for item in items] == [*job.plan.pieces, *job.plan.entries]
+    stretches = itertools.chain.from_iterable(job.plan.stretches())
+    assert [item.of for item in items] == [*job.plan.each_piece(job.tree.leaves), *stretches]
     found = assemble(job, items)
     wanted = {
         leaf.name: value
@@ -81,26 +91,26 @@ def test_staged_parts_are_the_values_in_the_order_of_the_plan(how, options):
 def test_arrays_on_cpu_are_staged_as_views():
     array = jnp.arange(1000.0)
     (item,) = staged(job_of({"a": array}), budget=Budget(1))
-    assert np.shares_memory(item.values, np.asarray(array))
+    assert np.shares_memory(item.values[0], np.asarray(array))
 
 
 def test_a_copy_is_asked_for_and_made():
     array = jnp.arange(1000.0)
     (item,) = staged(job_of({"a": array}), budget=Budget(8000), copy_all=True)
-    assert not np.shares_memory(item.values, np.asarray(array))
+    assert not np.shares_memory(item.values[0], np.asarray(array))
 
 
 def test_numpy_arrays_may_be_changed_after_an_asynchronous_snapshot():
     array = np.arange(10.0)
     (item,) = staged(job_of({"a": array}), budget=Budget(1 << 20))
     array[:] = -1
-    assert item.values.tolist() == list(range(10))
+    assert item.values[0].tolist() == list(range(10))
 
 
 def test_a_synchronous_save_copies_no_numpy_array():
     array = np.arange(10.0)
     (item,) = staged(job_of({"a": array}))
-    assert np.shares_memory(item.values, array)
+    assert np.shares_memory(item.values[0], array)
 
 
 def test_bytes_to_copy_are_those_that_no_view_protects():
@@ -117,13 +127,13 @@ def test_the_whole_array_is_never_gathered_for_a_part():
     array = jax.device_put(jnp.arange(8 * 16.0), on(m, "a"))
     items = staged(job_of({"a": array}, pack_below=0))
     shards = [np.asarray(s.data) for s in array.addressable_shards]
-    assert [any(np.shares_memory(i.values, s) for s in shards) for i in items] == [True] * 8
+    assert [any(np.shares_memory(i.values[0], s) for s in shards) for i in items] == [True] * 8
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.int4, ml_dtypes.bfloat16, np.complex64, np.bool_])
 def test_values_keep_the_dtype_of_the_leaf(dtype):
     (item,) = staged(job_of({"a": jnp.zeros(8, dtype)}))
-    assert item.values.dtype == np.dtype(dtype)
+    assert item.values[0].dtype == np.dtype(dtype)
 
 
 # Budget -------------------------------------------------------------------------------------
@@ -166,7 +176,7 @@ def _until(condition):
 def test_a_part_larger_than_the_budget_passes_alone():
     job = job_of({"a": np.zeros(1000)})
     (item,) = staged(job, budget=Budget(1))
-    assert item.values.nbytes == 8000
+    assert item.values[0].nbytes == 8000
 
 
 def test_a_closed_budget_ends_the_snapshot():
