@@ -1,7 +1,8 @@
 """Save the complete state of a JAX training run as shards, and bring it back exactly.
 
-`save`, `save_async` and `load` handle one checkpoint, `open` looks into one, `verify` and `diff`
-check them, and `ResumeManager` keeps a run.
+`save`, `save_async` and `load` handle one checkpoint, `open` looks into one, `verify`, `diff` and
+`stats` check them, `ResumeManager` keeps a run, and `prune` frees what nobody needs. `jaxshard` on
+the command line does all but the saving.
 """
 
 import importlib
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     )
     from jaxshard._options import LoadOptions, LoadReport, SaveOptions
     from jaxshard._policy import Every, Keep
+    from jaxshard._prune import PruneReport, prune
     from jaxshard._reader import Checkpoint, LeafInfo
     from jaxshard._resume import ResumeManager
     from jaxshard._run import Run, open  # noqa: A004
     from jaxshard._saving import SaveReport
+    from jaxshard._stats import LeafStats, StatsReport, stats
     from jaxshard._verify import VerifyReport, verify
 
 __version__ = "0.1.0"
@@ -47,15 +50,18 @@ __all__ = [
     "Keep",
     "LeafInfo",
     "LeafMismatchError",
+    "LeafStats",
     "LoadOptions",
     "LoadReport",
     "NotCommittedError",
     "NotFoundError",
     "PendingSave",
+    "PruneReport",
     "ResumeManager",
     "Run",
     "SaveOptions",
     "SaveReport",
+    "StatsReport",
     "StorageError",
     "StorageTimeoutError",
     "UnsupportedLeafError",
@@ -63,8 +69,10 @@ __all__ = [
     "diff",
     "load",
     "open",
+    "prune",
     "save",
     "save_async",
+    "stats",
     "verify",
 ]
 
@@ -79,10 +87,12 @@ _ROOMS = {
     ),
     "_options": ("LoadOptions", "LoadReport", "SaveOptions"),
     "_policy": ("Every", "Keep"),
+    "_prune": ("PruneReport", "prune"),
     "_reader": ("Checkpoint", "LeafInfo"),
     "_resume": ("ResumeManager",),
     "_run": ("Run", "open"),
     "_saving": ("SaveReport",),
+    "_stats": ("LeafStats", "StatsReport", "stats"),
     "_verify": ("VerifyReport", "verify"),
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -49,11 +49,12 @@ def look(store: Store) -> Found:
 
 def unexpected(entries: list[str]) -> list[str]:
     """Entries of a directory that no checkpoint has."""
-    return [
-        name
-        for name in entries
-        if name != FILE and not _ATTEMPT.fullmatch(name) and not _TEMPORARY.fullmatch(name)
-    ]
+    return [name for name in entries if name != FILE and not is_leftover(name)]
+
+
+def is_leftover(name: str) -> bool:
+    """Whether an entry is an attempt or a temporary file: a leftover unless a manifest names it."""
+    return bool(_ATTEMPT.fullmatch(name) or _TEMPORARY.fullmatch(name))
 
 
 def require_writable(store: Store, *, overwrite: bool) -> None:
@@ -143,5 +144,5 @@ def delete(store: Store) -> None:
 def remove_other_attempts(store: Store, keep: str) -> None:
     """Remove the attempts beside a committed one; none of them can be committed any more."""
     for name in store.entries():
-        if name != keep and (_ATTEMPT.fullmatch(name) or _TEMPORARY.fullmatch(name)):
+        if name != keep and is_leftover(name):
             store.remove_tree(name)

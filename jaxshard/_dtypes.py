@@ -2,33 +2,31 @@
 
 A logical dtype is named as NumPy and ml_dtypes name it (`float32`, `bfloat16`, `int4`). What
 Zarr v3 in TensorStore cannot hold, and every type smaller than a byte, is stored in a `uint8`
-carrier: low bits first along the last axis, or one byte per element. Pure: numpy only.
+carrier: low bits first along the last axis, or one byte per element. Pure: numpy only, and that
+only where elements are touched, since names and sizes are all that a manifest asks for.
 
 Format: docs/format.md, "Element types".
 """
 
+# ruff: noqa: PLC0415  (numpy and ml_dtypes take longer to import than a manifest to read)
+
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
-import numpy as np
+from jaxshard._errors import FormatError
 
-_NATIVE = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+_NATIVE_BYTES = {
+    "bool": 1,
+    "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float16": 2, "float32": 4, "float64": 8,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
 _SUB_BYTE_BITS = {
     "int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4,
     "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6,
@@ -49,8 +47,11 @@ _CARRIER = {"float8_e4m3", "float8_e8m0fnu", *_SUB_BYTE_BITS}
 
 
 @functools.cache
-def _table() -> dict[str, np.dtype[Any]]:
-    table = {name: np.dtype(name) for name in _NATIVE}
+def _table() -> "dict[str, np.dtype[Any]]":
+    import ml_dtypes
+    import numpy as np
+
+    table = {name: np.dtype(name) for name in _NATIVE_BYTES}
     for name in _EXTENDED:
         scalar = getattr(ml_dtypes, name, None)  # the 1-bit and 6-bit types are young
         if scalar is not None:
@@ -64,27 +65,38 @@ def names() -> list[str]:
 
 
 def is_known(name: object) -> bool:
-    """Whether this installation can hold a logical dtype of that name."""
-    return isinstance(name, str) and name in _table()
+    """Whether the format has a logical dtype of that name; this installation may lack it."""
+    return isinstance(name, str) and (name in _NATIVE_BYTES or name in _EXTENDED)
 
 
-def is_supported(dtype: np.dtype[Any]) -> bool:
+def is_supported(dtype: "np.dtype[Any]") -> bool:
     """Whether arrays of `dtype` can be stored (byte order does not matter)."""
     return dtype.name in _table() and not dtype.hasobject and dtype.names is None
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> "np.dtype[Any]":
     """The NumPy dtype (native byte order) of a logical dtype.
 
     Raises:
-      KeyError: no such dtype, or the installed ml_dtypes is too old for it.
+      KeyError: no such dtype.
+      FormatError: the installed ml_dtypes is too old for it.
     """
+    if name not in _table() and is_known(name):
+        raise FormatError(
+            f"dtype {name}: expected to be in ml_dtypes, found a version without it",
+            hint="pip install --upgrade ml_dtypes",
+        )
     return _table()[name]
+
+
+def itemsize(name: str) -> int:
+    """Bytes that one element takes in memory; those of less than a byte take one."""
+    return 2 if name == "bfloat16" else _NATIVE_BYTES.get(name, 1)
 
 
 def bits(name: str) -> int:
     """Bits of one element."""
-    return _SUB_BYTE_BITS.get(name) or 8 * numpy_dtype(name).itemsize
+    return _SUB_BYTE_BITS.get(name) or 8 * itemsize(name)
 
 
 def stored_dtype(name: str) -> str:
@@ -98,8 +110,10 @@ def elements_per_byte(name: str) -> int:
     return 8 // size if 8 % size == 0 else 1
 
 
-def to_stored(array: np.ndarray[Any, Any], name: str, per_byte: int) -> np.ndarray[Any, Any]:
+def to_stored(array: "Array", name: str, per_byte: int) -> "Array":
     """Elements `[..., n]` to stored elements `[..., ceil(n / per_byte)]`; a view where possible."""
+    import numpy as np
+
     dtype = numpy_dtype(name)
     if array.dtype != dtype:
         array = array.astype(dtype, copy=False)  # only the byte order can differ here
@@ -118,10 +132,10 @@ def to_stored(array: np.ndarray[Any, Any], name: str, per_byte: int) -> np.ndarr
     return packed
 
 
-def from_stored(
-    stored: np.ndarray[Any, Any], name: str, per_byte: int, last: slice
-) -> np.ndarray[Any, Any]:
+def from_stored(stored: "Array", name: str, per_byte: int, last: slice) -> "Array":
     """Stored elements to logical ones; of the last axis, once unpacked, only `last` is kept."""
+    import numpy as np
+
     dtype = numpy_dtype(name)
     if name not in _CARRIER:
         return stored.view(dtype)

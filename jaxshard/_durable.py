@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import shutil
@@ -115,6 +116,26 @@ def remove_tree(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def remove_empty(path: Path) -> None:
+    """Remove a directory if nothing is in it."""
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            path.rmdir()
+        except OSError as e:
+            if e.errno not in {errno.ENOTEMPTY, errno.EEXIST}:  # POSIX allows either
+                raise
+
+
+def changed_at(path: Path) -> float | None:
+    """When anything at or below `path` was last changed, by the clock of the file system."""
+    inside = (Path(here, name) for here, dirs, files in os.walk(path) for name in dirs + files)
+    newest = None
+    for one in itertools.chain([path], inside):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it goes on meanwhile
+            newest = max(newest or 0.0, one.lstat().st_mtime)
+    return newest
 
 
 def _write_and_sync(path: Path, data: Any) -> None:

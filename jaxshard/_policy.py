@@ -48,26 +48,38 @@ class Every:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Keep the newest `last` steps; older ones are deleted behind each save.
+    """Keep the newest `last` steps and each multiple of `every_steps`; others are deleted.
 
-    The newest committed step is always kept.
+    The newest committed step is always kept. `Keep()` keeps all.
 
     Attributes:
-      last: how many; None keeps all.
+      last: how many of the newest; None says nothing of them.
+      every_steps: multiples of this are kept for good; None says nothing of them.
 
     Example:
       >>> import jaxshard
       >>> sorted(jaxshard.Keep(last=2).kept([10, 20, 30]))
       [20, 30]
+      >>> sorted(jaxshard.Keep(last=1, every_steps=20).kept([10, 20, 30, 40, 50]))
+      [20, 40, 50]
     """
 
     last: int | None = None
+    every_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 1:
             raise ValueError(f"Keep: last must be at least 1: {self.last}\nhint: Keep(last=3)")
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ValueError(
+                f"Keep: every_steps must be at least 1: {self.every_steps}\n"
+                "hint: Keep(last=3, every_steps=1000)"
+            )
 
     def kept(self, steps: Iterable[int]) -> set[int]:
         """Of these committed steps, the ones to keep."""
         ordered = sorted(set(steps))
-        return set(ordered if self.last is None else ordered[-self.last :])
+        if self.last is None and self.every_steps is None:
+            return set(ordered)
+        multiples = {s for s in ordered if self.every_steps and s % self.every_steps == 0}
+        return multiples | set(ordered[-(self.last or 1) :])

@@ -1,25 +1,35 @@
 """A checkpoint seen from outside: what is in it, and any part of any leaf, without jax.
 
-`open_checkpoint` reads the manifest and nothing else; values are read when asked for.
+`open_checkpoint` reads the manifest and nothing else; values are read when asked for. Until then
+not even numpy is imported, so that a look at a manifest is as fast as its parsing.
 """
 
-import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from jaxshard import _commit, _fetch, _source
+from jaxshard import _commit
 from jaxshard._boxes import Box
-from jaxshard._errors import Kind, NotCommittedError, NotFoundError
+from jaxshard._errors import (
+    Kind,
+    LeafMismatchError,
+    NotCommittedError,
+    NotFoundError,
+    bullet_list,
+)
 from jaxshard._manifest import FILE, Manifest
+from jaxshard._match import dead_patterns
+from jaxshard._patterns import matches_any
 from jaxshard._spec import LeafSpec, MeshSpec, decode_value
 from jaxshard._store import PathLike, Store, open_store, storage_errors
-from jaxshard._tensors import Array
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxshard._source import Source
 
 _LEAVES_SHOWN = 20
 
@@ -76,7 +86,7 @@ class Leaf:
       info: what the manifest says of it.
     """
 
-    def __init__(self, source: _source.Source, number: int, info: LeafInfo) -> None:
+    def __init__(self, source: "Source", number: int, info: LeafInfo) -> None:
         self._source = source
         self._number = number
         self.info = info
@@ -118,9 +128,11 @@ class Leaf:
         leaf = self._source.leaf(self._number)
         if not leaf.has_array:
             return decode_value(leaf)
+        from jaxshard import _assembly, _fetch, _source  # noqa: PLC0415  (they import numpy)
+
         box, local = _box_of(index, self.shape)
-        found: list[Array] = []
-        want = _fetch.Want(self._number, [box], lambda buffers: found.append(buffers[box]))
+        found: list[Any] = []
+        want = _assembly.Want(self._number, [box], lambda buffers: found.append(buffers[box]))
         url = self._source.store.url
         with storage_errors("reading", url), _source.damage_in(self._source):
             _fetch.fetch(self._source, [want])
@@ -130,7 +142,9 @@ class Leaf:
             return raw.decode("utf-8", "surrogatepass") if leaf.kind == "str" else raw
         return values
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:  # noqa: FBT001
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray":  # noqa: FBT001
+        import numpy as np  # noqa: PLC0415
+
         return np.asarray(self.read(), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
@@ -188,10 +202,10 @@ class Checkpoint(Mapping[str, Leaf]):
       (['n', 'w'], 7, (2, 3), 48)
     """
 
-    def __init__(self, source: _source.Source) -> None:
-        self.source = source
-        manifest = source.manifest
-        self.path = source.store.url
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self.path = store.url
         self.step = manifest.step
         self.metadata = dict(manifest.metadata)
         self.environment = dict(manifest.environment)
@@ -199,33 +213,44 @@ class Checkpoint(Mapping[str, Leaf]):
         self._numbers = {leaf.name: i for i, leaf in enumerate(manifest.tree.leaves)}
 
     @functools.cached_property
+    def source(self) -> "Source":
+        """The checkpoint as bytes, for the rooms that read them."""
+        from jaxshard._source import Source  # noqa: PLC0415  (it imports numpy)
+
+        return Source(self._store, self._manifest)
+
+    @functools.cached_property
     def leaves(self) -> Mapping[str, LeafInfo]:
         """What the manifest says of each leaf, by name."""
         return {
-            leaf.name: self._info(number)
-            for number, leaf in enumerate(self.source.manifest.tree.leaves)
+            leaf.name: self._info(number) for number, leaf in enumerate(self._manifest.tree.leaves)
         }
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements, those of shared arrays once."""
-        return self.source.manifest.nbytes
+        return self._manifest.nbytes
 
     def leaf_spec(self, name: str) -> LeafSpec:
         """All that the manifest keeps of a leaf; of a shared one, with the first one's layout."""
         number = self._numbers[name]
-        own = self.source.manifest.tree.leaves[number]
-        first = self.source.leaf(number)
-        return dataclasses.replace(own, layout=first.layout, digest=first.digest)
+        own = self._manifest.tree.leaves[number]
+        first = self._manifest.tree.first(number)
+        return own._replace(layout=first.layout, digest=first.digest)
+
+    @property
+    def attempt(self) -> str:
+        """Name of the directory, beside the manifest, that holds everything else."""
+        return self._manifest.attempt
 
     @property
     def zarr_root(self) -> str:
         """The Zarr v3 group that holds the leaves that are not packed."""
-        return f"{self.path}/{self.source.manifest.attempt}/data"
+        return f"{self.path}/{self.attempt}/data"
 
     def _info(self, number: int) -> LeafInfo:
-        tree = self.source.manifest.tree
-        own, leaf = tree.leaves[number], self.source.leaf(number)
+        tree = self._manifest.tree
+        own, leaf = tree.leaves[number], tree.first(number)
         layout = leaf.layout
         return LeafInfo(
             name=own.name,
@@ -311,7 +336,26 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
             data = None
         if data is None:
             raise why_not_there(store)
-    return Checkpoint(_source.Source(store, Manifest.from_bytes(data, f"{store.url}/{FILE}")))
+    return Checkpoint(store, Manifest.from_bytes(data, f"{store.url}/{FILE}"))
+
+
+def select_leaves(checkpoint: Checkpoint, select: str | Sequence[str] | None) -> list[LeafInfo]:
+    """The leaves whose names match one of the patterns, all if None; in the order of the tree.
+
+    Raises:
+      LeafMismatchError: a pattern matches no leaf.
+    """
+    if select is None:
+        return list(checkpoint.leaves.values())
+    patterns = [select] if isinstance(select, str) else list(select)
+    dead = tuple(dead_patterns(patterns, list(checkpoint)))
+    if dead:
+        raise LeafMismatchError(
+            bullet_list(f"{checkpoint.path}: expected each pattern to match a leaf:", dead),
+            mismatches=dead, path=checkpoint.path, step=checkpoint.step,
+            hint="`*` stands for any text within one component, `**` for any number of components",
+        )  # fmt: skip
+    return [info for name, info in checkpoint.leaves.items() if matches_any(patterns, name)]
 
 
 def why_not_there(store: Store) -> NotFoundError | NotCommittedError:

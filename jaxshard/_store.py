@@ -66,6 +66,12 @@ class Store(Protocol):
     def remove_tree(self, key: str) -> None:
         """Remove everything below a key."""
 
+    def remove_empty(self, key: str) -> None:
+        """Remove a directory if nothing is in it."""
+
+    def changed_at(self, key: str) -> float | None:
+        """When anything at or below a key last changed, in seconds since 1970; None if unknown."""
+
     def free_bytes(self) -> int | None:
         """Bytes that can still be written, None if there is no such limit."""
 
@@ -204,6 +210,14 @@ class LocalStore:
         """Remove a directory."""
         _durable.remove_tree(self._root / key if key else self._root)
 
+    def remove_empty(self, key: str) -> None:
+        """Remove a directory if nothing is in it."""
+        _durable.remove_empty(self._root / key)
+
+    def changed_at(self, key: str) -> float | None:
+        """When anything at or below a key last changed."""
+        return _durable.changed_at(self._root / key)
+
     def free_bytes(self) -> int | None:
         """Space that this user may still take on the disk of the directory."""
         here = self._root
@@ -309,6 +323,14 @@ class MemoryStore:
 
         start = f"{key}/" if key else ""
         self._kv.delete_range(ts.KvStore.KeyRange(start, f"{key}0" if key else "")).result()
+
+    def remove_empty(self, key: str) -> None:
+        """Nothing: keys need no directories."""
+
+    def changed_at(self, key: str) -> float | None:
+        """Unknown: memory keeps no times."""
+        del key
+        return None
 
     def free_bytes(self) -> int | None:
         """No limit is known."""

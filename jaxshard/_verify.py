@@ -1,13 +1,14 @@
 """`verify` finds every damaged file of a checkpoint."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _fetch, _plan, _source, _table, _tensors, _zarr
+from jaxshard import _assembly, _fetch, _plan, _slabs, _source, _table, _tensors, _zarr
 from jaxshard._boxes import Box
 from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted
 from jaxshard._fetch import raise_if_replaced
@@ -79,7 +80,12 @@ class VerifyReport:
         return bullet_list(title, tuple(map(str, self.problems)))
 
 
-def verify(path: PathLike, *, read_data: bool = True) -> VerifyReport:
+def verify(
+    path: PathLike,
+    *,
+    read_data: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
     """Look for missing, cut, changed, exchanged, stale and extra files.
 
     Every byte that jaxshard wrote is covered: by the digest of the manifest, the digests of the
@@ -88,6 +94,7 @@ def verify(path: PathLike, *, read_data: bool = True) -> VerifyReport:
     Args:
       path: a committed checkpoint.
       read_data: False looks at presence and lengths only, and at the small files.
+      on_progress: called with bytes of data done and bytes of data in all, as reading goes on.
 
     Returns:
       All problems, with leaf, piece and file.
@@ -110,7 +117,7 @@ def verify(path: PathLike, *, read_data: bool = True) -> VerifyReport:
         problem = Problem("damaged", FILE, None, None, str(e).splitlines()[0])
         return VerifyReport(store.url, (problem,), (), 1, 0)
     with storage_errors("verifying", store.url):
-        check = _Check(checkpoint.source)
+        check = _Check(checkpoint.source, on_progress)
         try:
             check.small_files()
             if check.tables_sound:
@@ -131,7 +138,9 @@ def verify(path: PathLike, *, read_data: bool = True) -> VerifyReport:
 class _Check:
     """One verification: what is expected, what was found wrong."""
 
-    def __init__(self, source: _source.Source) -> None:
+    def __init__(
+        self, source: _source.Source, on_progress: Callable[[int, int], None] | None
+    ) -> None:
         self.source = source
         self.store: Store = source.store
         self.manifest: Manifest = source.manifest
@@ -141,6 +150,19 @@ class _Check:
         self.nbytes = 0
         self.tables_sound = True
         self.unsound: set[int] = set()  # leaves that the tables do not fit
+        self._on_progress = on_progress
+        self._done = 0
+
+    @functools.cached_property
+    def _total(self) -> int:
+        """Bytes of data that there are to read."""
+        filed = sum(_source.layout_of(leaf).nbytes for _, leaf in self._filed())
+        return filed + sum(table.segments * table.segment_bytes for table in self._tables())
+
+    def _progress(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
 
     def _problem(
         self, kind: str, file: str, message: str, leaf: str | None = None, piece: int | None = None
@@ -214,9 +236,8 @@ class _Check:
     def _digests(self, number: int, leaf: LeafSpec) -> Iterator[tuple[int, bytes]]:
         layout = _source.layout_of(leaf)
         if layout.packed:
-            for tile in range(_plan.tile_lattice(layout).size):
-                process, row = self.source.entry_row(number, tile)
-                yield tile, self.source.tables[process].entries[row]["digest"].tobytes()
+            digests = self.source.entries.digest[self.source.packed_rows(number)]
+            yield from enumerate(map(bytes, digests.tolist()))
             return
         pieces, tiles = _plan.piece_lattice(layout), _plan.tile_lattice(layout)
         for piece in range(pieces.size):
@@ -256,9 +277,13 @@ class _Check:
 
     def _read_piece(self, number: int, leaf: LeafSpec, piece: int, box: Box, file: str) -> None:
         layout = _source.layout_of(leaf)
-        blocks = _plan.blocks(layout, box, _BLOCK_BYTES)
+        blocks = _slabs.blocks(layout, box, _BLOCK_BYTES)
         wants = [
-            _fetch.Want(number, [_plan.element_box(b, layout, leaf.array_shape or ())], _ignore)
+            _assembly.Want(
+                number,
+                [_plan.element_box(b, layout, leaf.array_shape or ())],
+                functools.partial(self._verified, b.size * layout.itemsize),
+            )
             for b in blocks
         ]
         try:
@@ -267,6 +292,10 @@ class _Check:
         except CorruptionError as e:
             kind = "misplaced" if "another one's place" in str(e) else "damaged"
             self._problem(kind, file, str(e).splitlines()[0], leaf.name, piece)
+
+    def _verified(self, nbytes: int, _: Any) -> None:
+        """Verified values are not kept."""
+        self._progress(nbytes)
 
     def packs(self, *, read_data: bool) -> None:
         for process, table in enumerate(self._tables()):
@@ -307,6 +336,7 @@ class _Check:
                 message = f"tile {int(entry['tile'])} at byte {at} is not what was written"
                 self._problem("damaged", file, message, name)
         self._padding(data[position:], file, position)
+        self._progress(table.segment_bytes)
 
     def _padding(self, gap: Any, file: str, at: int) -> None:
         if gap.any():
@@ -325,12 +355,13 @@ class _Check:
         for file in self.store.walk():
             if file in self.expected:
                 continue
-            if not file.startswith(f"{self.attempt}/") or _TEMPORARY.match(file):
+            if not file.startswith(f"{self.attempt}/") or is_temporary(file):
                 leftovers.append(file)
             elif not file.startswith(unknown):
                 self._problem("extra", file, "no leaf of the manifest has it")
         return leftovers
 
 
-def _ignore(_: Any) -> None:
-    """Verified values are not kept."""
+def is_temporary(file: str) -> bool:
+    """Whether a file inside an attempt has a name that only a killed writer leaves behind."""
+    return _TEMPORARY.match(file) is not None

@@ -11,7 +11,8 @@ from support import REPOSITORY, run_python
 import jaxshard
 
 PACKAGE = REPOSITORY / "jaxshard"
-MODULES = sorted(path.name for path in PACKAGE.glob("*.py"))
+CLI = sorted(f"cli/{path.name}" for path in PACKAGE.glob("cli/*.py"))
+MODULES = sorted([*(path.name for path in PACKAGE.glob("*.py")), *CLI])
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 ROOM = re.compile(r"^\s*(_\w+\.py)\s+")
 
@@ -106,12 +107,29 @@ def strings(name: str) -> set[str]:
 
 
 def test_the_map_lists_every_room_once():
-    assert sorted(ROOMS) == [name for name in MODULES if name != "__init__.py"]
+    assert sorted(ROOMS) == [name for name in MODULES if name not in {"__init__.py", *CLI}]
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_rooms_above_it(room):
     assert rooms_imported_by(room) <= set(ROOMS[: ROOMS.index(room)])
+
+
+def test_no_room_imports_the_command_line():
+    assert importers("jaxshard.cli") - set(CLI) == {"__main__.py"}
+    assert "cli/_verb.py" in importers("jaxshard._run")
+
+
+def test_verbs_share_two_files_and_know_nothing_of_each_other():
+    shared = {f"jaxshard.cli.{name}" for name in ("_output", "_verb")}
+    for name in CLI:
+        found = {i for i in imports(name) if i.startswith("jaxshard.cli.")}
+        assert {i for i in found if i.count(".") == 2} <= shared, name
+
+
+@pytest.mark.parametrize("name", CLI)
+def test_a_file_of_the_command_line_opens_with_what_it_is_for(name):
+    assert ast.get_docstring(TREES[name]).splitlines()[0].endswith(".")
 
 
 def test_nothing_imports_a_room_while_the_front_page_is_read():
@@ -153,6 +171,12 @@ def test_only_store_and_tensors_import_tensorstore():
 
 def test_tensorstore_is_imported_at_first_use_only():
     assert importers("tensorstore", top_level=True) == set()
+
+
+def test_only_the_command_line_knows_click_and_rich():
+    assert importers("click") == {"cli/__init__.py", *CLI}
+    assert importers("rich") == {"cli/_output.py"}
+    assert importers("rich", top_level=True) == set()
 
 
 def test_only_arrays_reads_shardings():
@@ -204,9 +228,11 @@ def test_nothing_evaluates_text():
     assert {c for c in calls if c[1] in {"eval", "exec", "compile", "__import__"}} == set()
 
 
-def test_only_the_front_page_imports_by_name_and_only_its_own_rooms():
-    assert {n for n in MODULES if "importlib.import_module" in attributes(n)} == {"__init__.py"}
-    assert 'importlib.import_module(f"jaxshard.{room}")' in (PACKAGE / "__init__.py").read_text()
+def test_only_the_front_pages_import_by_name_and_only_their_own_rooms():
+    pages = {"__init__.py": "jaxshard.{room}", "cli/__init__.py": "jaxshard.cli._{cmd_name}"}
+    assert {n for n in MODULES if "importlib.import_module" in attributes(n)} == set(pages)
+    for page, name in pages.items():
+        assert f'importlib.import_module(f"{name}")' in (PACKAGE / page).read_text()
 
 
 # What stays unimported ----------------------------------------------------------------------

@@ -1,0 +1,318 @@
+"""Those that save and load: jaxshard, its peers, and the raw disk.
+
+One contender lives in one process (`_process`). `save` returns when the bytes are on the disk,
+`load` when the arrays are usable; both are timed from outside. Peers are imported by their own
+class only, so that one that is not installed costs one word in the table.
+"""
+
+import concurrent.futures
+import functools
+import mmap
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from benchmarks import _states
+
+
+class Jaxshard:
+    """This package, with its defaults."""
+
+    def __init__(self, state: str) -> None:
+        import jaxshard
+
+        self.jaxshard = jaxshard
+        self.state = _states.device_state(state)
+        self.name = state
+
+    def save(self, path: str) -> None:
+        self.jaxshard.save(path, self.state)
+
+    def save_async(self, path: str) -> Any:
+        return self.jaxshard.save_async(path, self.state).wait
+
+    def load(self, path: str, mesh: tuple[int, ...]) -> Any:
+        import jax
+
+        like = _states.abstract_state(self.state, mesh)
+        return jax.block_until_ready(self.jaxshard.load(path, like))
+
+    def subset(self, path: str, prefix: str) -> Any:
+        import jax
+
+        like = {prefix: _states.abstract_state(self.state[prefix], _states.MESH)}
+        loaded = self.jaxshard.load(path, like, select=f"{prefix}/**")
+        return jax.block_until_ready(loaded)
+
+    def verify(self, path: str) -> None:
+        assert self.jaxshard.verify(path).ok
+
+    def version(self) -> str:
+        return str(self.jaxshard.__version__)
+
+
+class _Orbax:
+    """What the variants of Orbax share."""
+
+    def __init__(self, state: str) -> None:
+        import absl.logging
+        import orbax.checkpoint
+
+        absl.logging.set_verbosity(absl.logging.ERROR)
+        self.ocp: Any = orbax.checkpoint
+        self.state = _states.device_state(state)
+
+    def _checkpointer(self) -> Any:
+        raise NotImplementedError
+
+    def _async_checkpointer(self) -> Any:
+        raise NotImplementedError
+
+    def save(self, path: str) -> None:
+        with self._checkpointer() as checkpointer:
+            checkpointer.save(path, self.state)
+
+    def save_async(self, path: str) -> Any:
+        checkpointer = self._async_checkpointer()
+        checkpointer.save(path, self._save_args())
+
+        def wait() -> None:
+            checkpointer.wait_until_finished()
+            checkpointer.close()
+
+        return wait
+
+    def _save_args(self) -> Any:
+        return self.ocp.args.PyTreeSave(self.state)
+
+    def load(self, path: str, mesh: tuple[int, ...]) -> Any:
+        import jax
+
+        like = _states.abstract_state(self.state, mesh)
+        return jax.block_until_ready(self._load(path, like))
+
+    def _load(self, path: str, like: Any) -> Any:
+        arguments = self.ocp.checkpoint_utils.construct_restore_args(like)
+        with self._checkpointer() as checkpointer:
+            return checkpointer.restore(path, item=like, restore_args=arguments)
+
+    def subset(self, path: str, prefix: str) -> Any:
+        import jax
+
+        like = {prefix: _states.abstract_state(self.state[prefix], _states.MESH)}
+        arguments = self.ocp.checkpoint_utils.construct_restore_args(like)
+        wanted = self.ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
+        with self.ocp.Checkpointer(self._handler()) as checkpointer:
+            return jax.block_until_ready(checkpointer.restore(path, args=wanted))
+
+    def _handler(self) -> Any:
+        return self.ocp.PyTreeCheckpointHandler()
+
+    def version(self) -> str:
+        return str(self.ocp.__version__)
+
+
+class OrbaxDefault(_Orbax):
+    """`StandardCheckpointer`: OCDBT, zstd."""
+
+    def _checkpointer(self) -> Any:
+        return self.ocp.StandardCheckpointer()
+
+    def _async_checkpointer(self) -> Any:
+        return self.ocp.AsyncCheckpointer(self.ocp.StandardCheckpointHandler())
+
+    def _save_args(self) -> Any:
+        return self.ocp.args.StandardSave(self.state)
+
+    def _load(self, path: str, like: Any) -> Any:
+        with self._checkpointer() as checkpointer:
+            return checkpointer.restore(path, like)
+
+
+class OrbaxTuned(_Orbax):
+    """`PyTreeCheckpointHandler` without OCDBT and compression, zarr3, no limit of bytes in flight.
+
+    The fastest of its settings for large arrays on a local disk.
+    """
+
+    def _handler(self) -> Any:
+        return self.ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False, use_zarr3=True, use_compression=False
+        )
+
+    def _checkpointer(self) -> Any:
+        return self.ocp.Checkpointer(self._handler())
+
+    def _async_checkpointer(self) -> Any:
+        return self.ocp.AsyncCheckpointer(self._handler())
+
+
+class OrbaxV1(_Orbax):
+    """`orbax.checkpoint.v1` with its defaults: OCDBT, zarr3, zstd."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(state)
+        from orbax.checkpoint.experimental import v1
+
+        self.v1: Any = v1
+
+    def save(self, path: str) -> None:
+        self.v1.save(path, self.state)
+
+    def save_async(self, path: str) -> Any:
+        return self.v1.save_async(path, self.state).result
+
+    def _load(self, path: str, like: Any) -> Any:
+        return self.v1.load(path, like)
+
+    def subset(self, path: str, prefix: str) -> Any:
+        import jax
+
+        like = {prefix: _states.abstract_state(self.state[prefix], _states.MESH)}
+        partial = self.v1.options.PyTreeOptions(
+            loading=self.v1.options.PyTreeOptions.Loading(partial_load=True)
+        )
+        with self.v1.Context(pytree_options=partial):
+            return jax.block_until_ready(self.v1.load(path, like))
+
+
+class TorchDcp:
+    """PyTorch Distributed Checkpoint in one process: unsharded CPU tensors, files synced."""
+
+    def __init__(self, state: str) -> None:
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        self.torch: Any = torch
+        self.dcp: Any = dcp
+        self.state = {k: torch.from_numpy(v) for k, v in _states.host_state(state).items()}
+
+    def save(self, path: str) -> None:
+        writer = self.dcp.FileSystemWriter(path, thread_count=2, sync_files=True)
+        self.dcp.save(self.state, storage_writer=writer, no_dist=True)
+
+    def load(self, path: str, mesh: tuple[int, ...]) -> Any:  # noqa: ARG002  (it has no mesh)
+        target = {k: self.torch.empty_like(v) for k, v in self.state.items()}
+        reader = self.dcp.FileSystemReader(path)
+        self.dcp.load(target, storage_reader=reader, no_dist=True)
+        return {k: v.numpy() for k, v in target.items()}
+
+    def version(self) -> str:
+        return str(self.torch.__version__)
+
+
+class Safetensors:
+    """One safetensors file, synced; loaded with `load_file` of its NumPy binding."""
+
+    def __init__(self, state: str) -> None:
+        import safetensors
+        import safetensors.numpy
+
+        self.safetensors: Any = safetensors
+        self.state = _states.host_state(state)
+
+    def save(self, path: str) -> None:
+        os.makedirs(path)
+        file = f"{path}/model.safetensors"
+        self.safetensors.numpy.save_file(self.state, file)
+        _sync(file)
+        _sync(path)
+
+    def load(self, path: str, mesh: tuple[int, ...]) -> Any:  # noqa: ARG002  (it has no mesh)
+        return self.safetensors.numpy.load_file(f"{path}/model.safetensors")
+
+    def version(self) -> str:
+        return str(self.safetensors.__version__)
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+class Raw:
+    """The limit: the same bytes in as many files, `write` and fsync, by a number of threads."""
+
+    threads = 2
+
+    def __init__(self, state: str) -> None:
+        total = sum(v.nbytes for v in _states.host_state(state).values())
+        self.files = max(1, min(total >> 23, 1024))  # of 8 MiB, as jaxshard has them
+        self.part = -(-total // self.files)
+        self.values = np.random.default_rng(0).integers(0, 256, self.part, np.uint8)
+        self.sources = [self.values.copy() for _ in range(self.files)]
+
+    def save(self, path: str) -> None:
+        os.makedirs(path)
+        with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(functools.partial(self._write, path), range(self.files)))
+        _sync(path)
+
+    def _write(self, path: str, i: int) -> None:
+        fd = os.open(f"{path}/{i}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        rest = memoryview(self.sources[i])
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        os.fsync(fd)
+        os.close(fd)
+
+    def load(self, path: str, mesh: tuple[int, ...]) -> Any:  # noqa: ARG002  (it has no mesh)
+        into = huge_pages(self.files * self.part)
+
+        def read(i: int) -> None:
+            part = memoryview(into[i * self.part : (i + 1) * self.part])
+            with open(f"{path}/{i}", "rb", buffering=0) as file:
+                while part:
+                    part = part[file.readinto(part) or 0 :]
+
+        with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(read, range(self.files)))
+        return {str(i): into[i * self.part : (i + 1) * self.part] for i in range(self.files)}
+
+    def version(self) -> str:
+        return os.uname().release
+
+
+def huge_pages(nbytes: int) -> np.ndarray[Any, Any]:
+    """Fresh memory in huge pages, as fast as memory gets."""
+    area = mmap.mmap(-1, nbytes + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(area, np.uint8)
+    start = -raw.ctypes.data % (2 << 20)
+    return raw[start : start + nbytes]
+
+
+class Raw4(Raw):
+    threads = 4
+
+
+class Raw16(Raw):
+    threads = 16
+
+
+CONTENDERS: dict[str, Any] = {
+    "jaxshard": Jaxshard,
+    "orbax": OrbaxDefault,
+    "orbax-tuned": OrbaxTuned,
+    "orbax-v1": OrbaxV1,
+    "torch-dcp": TorchDcp,
+    "safetensors": Safetensors,
+    "raw-2": Raw,
+    "raw-4": Raw4,
+    "raw-16": Raw16,
+}
+
+
+def expected(contender: Any, name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """What a contender must load, by name."""
+    if isinstance(contender, Raw):
+        return {str(i): contender.values for i in range(contender.files)}
+    return {k: _states.host(v) for k, v in _states.named_leaves(contender.state).items()}
+
+
+def bytes_below(path: str) -> int:
+    """Bytes of all files of a checkpoint."""
+    return sum(p.stat().st_size for p in pathlib.Path(path).rglob("*") if p.is_file())

@@ -1,0 +1,33 @@
+"""What is looked up by name, so that lower rooms need not know higher ones.
+
+`__init__` fills it; nothing is imported before it is looked up. This room imports nothing of
+jaxshard.
+"""
+
+import importlib
+from typing import Any
+
+displays: dict[str, str] = {}  # name of a class -> "module:function" that shows it as HTML
+
+
+def display_of(value: object) -> Any | None:
+    """The function that shows a value as HTML, by the class of the value or one above it."""
+    for cls in type(value).__mro__:
+        if cls.__name__ in displays:
+            module, _, function = displays[cls.__name__].partition(":")
+            return getattr(importlib.import_module(module), function)
+    return None
+
+
+class Shown:
+    """Gives a class its display in a notebook."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        """HTML for a notebook; None, which lets it show the plain text, if that fails."""
+        try:
+            show = display_of(self)
+            return None if show is None else str(show(self))
+        except Exception:  # noqa: BLE001  (a display must not hide the value behind a traceback)
+            return None
