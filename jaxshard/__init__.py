@@ -8,6 +8,8 @@ the command line does all but the saving.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxshard import _registry
+
 if TYPE_CHECKING:
     from jaxshard._checkpoint import PendingSave, load, save, save_async
     from jaxshard._diff import DiffReport, diff
@@ -96,6 +98,20 @@ _ROOMS = {
     "_verify": ("VerifyReport", "verify"),
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+_registry.displays.update(
+    {
+        "Checkpoint": "jaxshard.display._outline:checkpoint",
+        "DiffReport": "jaxshard.display._reports:diff_report",
+        "Leaf": "jaxshard.display._leaf:leaf",
+        "LoadReport": "jaxshard.display._reports:load_report",
+        "PruneReport": "jaxshard.display._reports:prune_report",
+        "Run": "jaxshard.display._steps:run",
+        "SaveReport": "jaxshard.display._reports:save_report",
+        "StatsReport": "jaxshard.display._reports:stats_report",
+        "VerifyReport": "jaxshard.display._reports:verify_report",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxshard import _arrays, _loading, _saving, _snapshot, _writing
-from jaxshard._errors import StorageTimeoutError
+from jaxshard._errors import StorageTimeoutError, size_text
 from jaxshard._options import LoadOptions, SaveOptions
-from jaxshard._reader import open_checkpoint, size_text
+from jaxshard._reader import open_checkpoint
 from jaxshard._saving import SaveReport
 from jaxshard._snapshot import Budget, Staged
 from jaxshard._store import PathLike, Store, open_store

@@ -9,6 +9,7 @@ from jaxshard import _plan, _slabs
 from jaxshard._boxes import Box
 from jaxshard._errors import bullet_list
 from jaxshard._reader import Checkpoint, open_checkpoint
+from jaxshard._registry import Shown
 from jaxshard._source import layout_of
 from jaxshard._spec import LeafSpec
 from jaxshard._store import PathLike
@@ -24,7 +25,7 @@ class Difference(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DiffReport:
+class DiffReport(Shown):
     """What `diff` found.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Files and directories of a local disk that survive a power cut.
 
-This room owns every fsync that TensorStore does not make: of small files, and of directories that
+This room owns every fsync: of small files, of what TensorStore has written, and of directories that
 get a new entry. Nothing is ever locked (locks fail on NFS, Lustre and FUSE, and outlive kills).
 
 Guarantee: when a function returns, what it says is on disk stays there, on file systems that
@@ -17,9 +17,12 @@ import errno
 import fcntl
 import itertools
 import os
+import queue
 import secrets
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from typing import Any
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+_SYNC_THREADS = 16  # as many as TensorStore writes with: the disk commits them in groups
+_ABANDON_S = 5.0
 TEMPORARY_PREFIX = ".tmp-"
 
 
@@ -65,8 +70,89 @@ def write_new(path: Path, data: Any) -> None:
     Raises:
       FileExistsError: it exists.
     """
-    _write_and_sync(path, data)
+    _write(path, data)
     sync_dir(path.parent)
+
+
+class Syncing:
+    """Makes many new files durable while others are still being written.
+
+    A few threads sync the files, which end with it; the directories are synced once, at the end.
+    TensorStore would sync the directory after each of its files: 96 files of 8 MiB took a seventh
+    longer with that. (benchmarks/save.py, state big)
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self._directories: set[Path] = set()
+        self._threads: list[threading.Thread] = []
+        self._error: OSError | None = None
+
+    def write(self, key: str, data: Any) -> None:
+        """Write a file that does not exist yet, below the root.
+
+        Raises:
+          FileExistsError: it exists.
+        """
+        _write(self._root / key, data, sync=False)
+        self.written(key)
+
+    def written(self, key: str) -> None:
+        """Begin to sync a file that was written."""
+        path = self._root / key
+        self._directories.add(path.parent)
+        if len(self._threads) < _SYNC_THREADS:
+            # A daemon: a disk that hangs must not keep the interpreter from ending.
+            thread = threading.Thread(target=self._work, name="jaxshard-sync", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._files.put(path)
+
+    def _work(self) -> None:
+        while (path := self._files.get()) is not None:
+            try:
+                if self._error is None:
+                    _sync_path(path)
+            except OSError as e:
+                self._error = e
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Wait until all files and their directory entries are durable.
+
+        Raises:
+          OSError: one of them could not be synced; of the file system as a whole nothing is known.
+          TimeoutError: not done after `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._end()
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        for directory in sorted(self._directories):
+            sync_dir(directory)
+
+    def abandon(self) -> None:
+        """Stop: what was written is about to be removed. Waits a little for what goes on."""
+        self._error = self._error or OSError(errno.ECANCELED, "abandoned")
+        self._end()
+        for thread in self._threads:
+            thread.join(_ABANDON_S / len(self._threads))
+
+    def _end(self) -> None:
+        for _ in self._threads:
+            self._files.put(None)
+
+
+def _sync_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _sync_file(fd)
+    finally:
+        os.close(fd)
 
 
 def create_if_absent(path: Path, data: bytes) -> bool:
@@ -80,7 +166,7 @@ def create_if_absent(path: Path, data: bytes) -> bool:
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
-        _write_and_sync(temporary, data)
+        _write(temporary, data)
         created = _publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -92,7 +178,7 @@ def replace(path: Path, data: bytes) -> None:
     """Let `path` hold all of `data` instead of what it held, at once."""
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
-        _write_and_sync(temporary, data)
+        _write(temporary, data)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -138,13 +224,14 @@ def changed_at(path: Path) -> float | None:
     return newest
 
 
-def _write_and_sync(path: Path, data: Any) -> None:
+def _write(path: Path, data: Any, *, sync: bool = True) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         view = memoryview(data).cast("B")
         while view.nbytes:
             view = view[os.write(fd, view) :]
-        _sync_file(fd)
+        if sync:
+            _sync_file(fd)
     finally:
         os.close(fd)
 

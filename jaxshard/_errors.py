@@ -184,3 +184,20 @@ def counted(number: int, noun: str) -> str:
 def bullet_list(title: str, lines: tuple[str, ...]) -> str:
     """Join a title and one line per finding, all of them, into one message."""
     return "\n".join([title, *(f"  - {line}" for line in lines)])
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for people: `1.5 GiB`."""
+    if nbytes < 1024:
+        return f"{int(nbytes)} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        nbytes /= 1024
+        if nbytes < 1024:
+            return f"{nbytes:.1f} {unit}"
+    nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def rate_text(nbytes: float, seconds: float) -> str:
+    """Bytes by second of wall time: `1.25 GB/s`."""
+    return f"{nbytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"

@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+from jaxshard._errors import counted, rate_text, size_text
+from jaxshard._registry import Shown
+
 Snapshot = Literal["auto", "view", "copy"]
 Compression = Literal["zstd"]
 
@@ -47,7 +50,7 @@ class SaveOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
+class LoadReport(Shown):
     """What a load did.
 
     Attributes:
@@ -67,6 +70,14 @@ class LoadReport:
     filled: tuple[str, ...]
     cast: tuple[str, ...]
     seconds: float
+
+    def __str__(self) -> str:
+        rate = rate_text(self.bytes_needed, self.seconds)
+        size = f"{size_text(self.bytes_needed)} ({size_text(self.bytes_read)} read)"
+        text = f"{self.path}: loaded {size} in {self.seconds:.2f} s ({rate})"
+        filled = f"{counted(len(self.filled), 'leaf')} kept from like" if self.filled else ""
+        cast = f"{counted(len(self.cast), 'leaf')} converted" if self.cast else ""
+        return "\n  ".join(filter(None, [text, filled, cast]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,11 @@ import logging
 import time
 
 from jaxshard import _commit, _reader
-from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted
+from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted, size_text
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._policy import Keep
-from jaxshard._reader import StepDir, size_text
+from jaxshard._reader import StepDir
+from jaxshard._registry import Shown
 from jaxshard._store import PathLike, Store, open_store, storage_errors
 from jaxshard._verify import is_temporary, verify
 
@@ -21,7 +22,7 @@ logger = logging.getLogger("jaxshard")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PruneReport:
+class PruneReport(Shown):
     """What `prune` deleted, or with `dry_run` would delete; names are relative to `path`.
 
     Attributes:

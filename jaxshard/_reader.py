@@ -6,7 +6,6 @@ not even numpy is imported, so that a look at a manifest is as fast as its parsi
 
 import difflib
 import functools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,10 +18,12 @@ from jaxshard._errors import (
     NotCommittedError,
     NotFoundError,
     bullet_list,
+    size_text,
 )
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._match import dead_patterns
 from jaxshard._patterns import matches_any
+from jaxshard._registry import Shown
 from jaxshard._spec import LeafSpec, MeshSpec, decode_value
 from jaxshard._store import PathLike, Store, open_store, storage_errors
 
@@ -79,22 +80,24 @@ class LeafInfo(NamedTuple):
     digest: str | None
 
 
-class Leaf:
+class Leaf(Shown):
     """One leaf of an open checkpoint; nothing is read before `read`.
 
     Attributes:
       info: what the manifest says of it.
+      source: the checkpoint as bytes, for the rooms that read them.
+      number: of the leaf in it.
     """
 
     def __init__(self, source: "Source", number: int, info: LeafInfo) -> None:
-        self._source = source
-        self._number = number
         self.info = info
+        self.source = source
+        self.number = number
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the stored elements; for keys the words of a key come last."""
-        return self._source.leaf(self._number).array_shape or ()
+        return self.source.leaf(self.number).array_shape or ()
 
     @property
     def dtype(self) -> str | None:
@@ -125,17 +128,17 @@ class Leaf:
           >>> jaxshard.open("memory://doc/leaf")["w"].read(np.s_[1, :2])
           array([3, 4])
         """
-        leaf = self._source.leaf(self._number)
+        leaf = self.source.leaf(self.number)
         if not leaf.has_array:
             return decode_value(leaf)
         from jaxshard import _assembly, _fetch, _source  # noqa: PLC0415  (they import numpy)
 
         box, local = _box_of(index, self.shape)
         found: list[Any] = []
-        want = _assembly.Want(self._number, [box], lambda buffers: found.append(buffers[box]))
-        url = self._source.store.url
-        with storage_errors("reading", url), _source.damage_in(self._source):
-            _fetch.fetch(self._source, [want])
+        want = _assembly.Want(self.number, [box], lambda buffers: found.append(buffers[box]))
+        url = self.source.store.url
+        with storage_errors("reading", url), _source.damage_in(self.source):
+            _fetch.fetch(self.source, [want])
         values = found[0][local]
         if leaf.kind in {"str", "bytes"}:
             raw = values.tobytes()
@@ -184,7 +187,7 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     return Box(tuple(offset), tuple(size)), tuple(local)
 
 
-class Checkpoint(Mapping[str, Leaf]):
+class Checkpoint(Shown, Mapping[str, Leaf]):
     """An open checkpoint: a mapping from leaf names to lazy leaves, in the order of the tree.
 
     Attributes:
@@ -245,7 +248,10 @@ class Checkpoint(Mapping[str, Leaf]):
 
     @property
     def zarr_root(self) -> str:
-        """The Zarr v3 group that holds the leaves that are not packed."""
+        """The Zarr v3 group that holds the leaves that are not packed.
+
+        TensorStore reads all of it; so does zarr-python after `import jaxshard.zarr_dtypes`.
+        """
         return f"{self.path}/{self.attempt}/data"
 
     def _info(self, number: int) -> LeafInfo:
@@ -309,14 +315,6 @@ def _summary(info: LeafInfo) -> str:
         spec = "" if info.spec is None else f" P{info.spec}"
         return f"{what}[{','.join(map(str, info.shape))}]{spec} {size_text(info.nbytes)}"
     return info.kind
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes for people: `1.5 GiB`."""
-    if nbytes < 1024:
-        return f"{int(nbytes)} B"
-    power = min(4, int(math.log2(nbytes) // 10))
-    return f"{nbytes / (1 << 10 * power):.1f} {['', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
 
 
 def open_checkpoint(path: PathLike) -> Checkpoint:

@@ -5,16 +5,17 @@ import secrets
 from typing import Any
 
 from jaxshard import _commit, _reader
-from jaxshard._errors import ConflictError, FormatError, Kind, NotFoundError
+from jaxshard._errors import ConflictError, FormatError, Kind, NotFoundError, StorageError
 from jaxshard._manifest import FILE, canonical
 from jaxshard._policy import Keep
 from jaxshard._reader import Checkpoint, StepDir
+from jaxshard._registry import Shown
 from jaxshard._store import PathLike, Store, open_store, storage_errors
 
 _VERSION = 1
 
 
-class Run:
+class Run(Shown):
     """A run, read-only: for evaluation jobs and notebooks; never disturbs the writer.
 
     Attributes:
@@ -71,7 +72,10 @@ class Run:
             return _reader.committed_steps(self._store)
 
     def __repr__(self) -> str:
-        return f"<Run {self.path!r}, steps {self.all_steps()}>"
+        try:
+            return f"<Run {self.path!r}, steps {self.all_steps()}>"
+        except StorageError:  # a repr is for looking, also at what has gone
+            return f"<Run {self.path!r}, which cannot be listed>"
 
 
 def find_step(committed: list[StepDir], step: int | None, path: str) -> StepDir:

@@ -24,8 +24,12 @@ from jaxshard import (
 from jaxshard._errors import (
     DisagreementError,
     UnsupportedLeafError,
+    counted,
+    rate_text,
+    size_text,
 )
 from jaxshard._options import SaveOptions
+from jaxshard._registry import Shown
 from jaxshard._spec import Layout, LeafSpec, TreeSpec
 from jaxshard._store import Store, storage_errors
 
@@ -33,7 +37,7 @@ _WINDOW_BYTES = 128 << 20  # of pieces in flight; TensorStore copies those with 
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
+class SaveReport(Shown):
     """What a save did.
 
     Attributes:
@@ -56,6 +60,13 @@ class SaveReport:
     def bytes_per_s(self) -> float:
         """Bytes by second of wall time."""
         return self.nbytes / max(self.seconds, 1e-9)
+
+    def __str__(self) -> str:
+        what = f"{size_text(self.nbytes)} in {counted(self.files, 'file')}"
+        text = f"{self.path}: saved {what}, {self.seconds:.2f} s"
+        text += f" ({rate_text(self.nbytes, self.seconds)})"
+        waited = self.blocked_s < self.seconds
+        return f"{text}, the caller waited {self.blocked_s:.3f} s" if waited else text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,9 @@ import numpy as np
 
 from jaxshard import _plan, _slabs, _source
 from jaxshard._boxes import Box
-from jaxshard._reader import Checkpoint, LeafInfo, open_checkpoint, select_leaves, size_text
+from jaxshard._errors import size_text
+from jaxshard._reader import Checkpoint, LeafInfo, open_checkpoint, select_leaves
+from jaxshard._registry import Shown
 from jaxshard._spec import Layout
 from jaxshard._store import PathLike
 
@@ -61,7 +63,7 @@ class LeafStats(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StatsReport:
+class StatsReport(Shown):
     """What `stats` found.
 
     Attributes:

@@ -20,6 +20,22 @@ from jaxshard._errors import JaxshardError, Kind, StorageError
 PathLike = str | os.PathLike[str]
 
 
+class Syncing(Protocol):
+    """New files that become durable together; see `_durable.Syncing`."""
+
+    def write(self, key: str, data: Any) -> None:
+        """Write a new file."""
+
+    def written(self, key: str) -> None:
+        """Begin to make a file durable that TensorStore has written."""
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Wait until all of them are durable."""
+
+    def abandon(self) -> None:
+        """Stop: they are about to be removed."""
+
+
 class Store(Protocol):
     """One directory of keys; keys are relative, with `/`."""
 
@@ -53,6 +69,9 @@ class Store(Protocol):
 
     def write(self, key: str, data: Any) -> None:
         """Write a new file durably."""
+
+    def syncing(self) -> Syncing:
+        """Begin to write many new files that need not be durable one by one."""
 
     def create(self, key: str, data: bytes) -> bool:
         """Let a file appear whole, durably, unless it exists; whether it was created."""
@@ -194,6 +213,10 @@ class LocalStore:
         """Write a new file."""
         _durable.write_new(self._root / key, data)
 
+    def syncing(self) -> Syncing:
+        """Begin to write many new files."""
+        return _durable.Syncing(self._root)
+
     def create(self, key: str, data: bytes) -> bool:
         """Let a file appear unless it exists."""
         return _durable.create_if_absent(self._root / key, data)
@@ -300,6 +323,10 @@ class MemoryStore:
         if not self.create(key, bytes(data)):
             raise FileExistsError(errno.EEXIST, "the key exists", f"{self.url}/{key}")
 
+    def syncing(self) -> Syncing:
+        """Nothing has to be synced in memory."""
+        return _Unsynced(self)
+
     def create(self, key: str, data: bytes) -> bool:
         """Let a file appear unless it exists."""
         found = self._kv.read(key).result()
@@ -340,3 +367,22 @@ class MemoryStore:
         """TensorStore spec."""
         path = "/".join(part for part in (self._prefix, key) if part)
         return {"driver": "memory", "path": f"{path}/" if path else ""}
+
+
+class _Unsynced:
+    """`Syncing` where a file is as durable as it can be once it is written."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write(self, key: str, data: Any) -> None:
+        self._store.write(key, data)
+
+    def written(self, key: str) -> None:
+        pass
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass

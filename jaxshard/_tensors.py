@@ -43,6 +43,7 @@ def _context(threads: int, mode: str) -> Any:
             # Lock files outlive a kill, and a stale longer one corrupted the file after it.
             "file_io_locking": {"mode": "none"},
             "file_io_mode": {"mode": mode},
+            "file_io_sync": False,  # `_durable.Syncing` does it
             "cache_pool": {"total_bytes_limit": 0},
         }
     )

@@ -7,7 +7,7 @@ ours. Requests are made lazily, so that what they hold in memory is bounded too.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from jaxshard._errors import StorageTimeoutError
@@ -94,17 +94,27 @@ def _finish(
 ) -> None:
     left = None if deadline is None else deadline - time.monotonic()
     try:
-        if left is not None and left <= 0:
-            raise TimeoutError  # noqa: TRY301  (one way out, whether it is late or not yet done)
-        result = future.result(left)
+        with late(timeout_s):
+            if left is not None and left <= 0:
+                raise TimeoutError  # noqa: TRY301  (one way out, late or not yet done)
+            result = future.result(left)
+    except StorageTimeoutError:
+        raise
+    except Exception as e:
+        raise request.failed(e) from e
+    request.finish(result)
+
+
+@contextlib.contextmanager
+def late(timeout_s: float | None) -> Iterator[None]:
+    """Say of a TimeoutError what did not end."""
+    try:
+        yield
     except TimeoutError as e:
         raise StorageTimeoutError(
             f"reading or writing did not end within timeout_s: {timeout_s}",
             hint="raise timeout_s in the options, or look at the disk",
         ) from e
-    except Exception as e:
-        raise request.failed(e) from e
-    request.finish(result)
 
 
 def _settle(future: Future) -> None:

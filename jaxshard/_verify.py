@@ -10,10 +10,11 @@ import numpy as np
 
 from jaxshard import _assembly, _fetch, _plan, _slabs, _source, _table, _tensors, _zarr
 from jaxshard._boxes import Box
-from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted
+from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted, size_text
 from jaxshard._fetch import raise_if_replaced
 from jaxshard._manifest import FILE, Manifest
-from jaxshard._reader import open_checkpoint, size_text
+from jaxshard._reader import open_checkpoint
+from jaxshard._registry import Shown
 from jaxshard._spec import LeafSpec
 from jaxshard._store import PathLike, Store, open_store, storage_errors
 
@@ -46,7 +47,7 @@ class Problem(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Shown):
     """What `verify` found.
 
     Attributes:

@@ -6,8 +6,8 @@ error nothing is left but what was there before.
 
 import dataclasses
 import datetime
-import functools
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,7 +30,7 @@ from jaxshard._errors import Kind, StorageError
 from jaxshard._saving import SaveJob
 from jaxshard._snapshot import Staged
 from jaxshard._spec import Layout, LeafSpec
-from jaxshard._store import storage_errors
+from jaxshard._store import Syncing, storage_errors
 from jaxshard._transfer import Request
 
 _PACK_BUFFERS = 4  # one is filled while the others are written
@@ -67,12 +67,19 @@ def _require_space(job: SaveJob) -> None:
 
 def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
     job.store.make_dirs(_directories(job))
-    record = _Record(job)
-    _transfer.run(
-        record.requests(iter(staged)),
-        bytes_max=job.window_bytes,
-        timeout_s=job.options.timeout_s,
-    )
+    began, timeout_s = time.monotonic(), job.options.timeout_s
+    syncing = job.store.syncing()
+    record = _Record(job, syncing)
+    try:
+        _transfer.run(
+            record.requests(iter(staged)), bytes_max=job.window_bytes, timeout_s=timeout_s
+        )
+        left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
+        with _transfer.late(timeout_s):
+            syncing.finish(left)
+    except BaseException:
+        syncing.abandon()
+        raise
     if job.plan.nbytes > _tensors.TRIM_BYTES:
         _tensors.trim_heap()
     table = record.table().to_bytes()
@@ -126,8 +133,9 @@ class _Record:
 
     leaves: tuple[LeafSpec, ...]
 
-    def __init__(self, job: SaveJob) -> None:
+    def __init__(self, job: SaveJob, syncing: Syncing) -> None:
         self._job = job
+        self._syncing = syncing
         self._arrays: dict[int, Any] = {}
         self._pieces: list[tuple[int, int, list[tuple[int, bytes]]]] = []
         self._entry_digests: list[bytes] = []
@@ -158,6 +166,10 @@ class _Record:
         values = _dtypes.to_stored(staged.values[0], str(leaf.dtype), layout.per_byte)
         del staged
 
+        def finish(_: Any) -> None:
+            release()
+            self._syncing.written(file)
+
         def start() -> _transfer.Future:
             if piece.leaf not in self._arrays:
                 self._arrays[piece.leaf] = _tensors.open_for_writing(
@@ -172,7 +184,7 @@ class _Record:
         return Request(
             piece.nbytes,
             start,
-            lambda _: release(),
+            finish,
             lambda error: _tensors.write_error(error, leaf.name, file),
         )
 
@@ -191,7 +203,7 @@ class _Record:
 
     def _file_request(self, key: str, data: Any) -> Request:
         def start() -> _transfer.Future:
-            self._job.store.write(key, data)
+            self._syncing.write(key, data)
             return _transfer.done()
 
         return Request(len(data), start, _ignore, _as_it_is)
@@ -219,14 +231,24 @@ class _Record:
                     yield None
                 end = self._put(item, stretch, buffer, start, end)
             buffer[end:] = 0
-            yield Request(
-                plan.segment_bytes,
-                functools.partial(
-                    _tensors.write_box, pack, Box((start,), (plan.segment_bytes,)), buffer
-                ),
-                functools.partial(_give_back, free, None if kept else buffer),
-                functools.partial(_pack_error, _source.pack_file(job.attempt, 0, segment)),
-            )
+            yield self._segment_request(pack, segment, buffer, free, kept=kept)
+
+    def _segment_request(
+        self, pack: Any, segment: int, buffer: Any, free: list[Any], *, kept: bool
+    ) -> Request:
+        box = Box((segment * len(buffer),), (len(buffer),))
+        file = _source.pack_file(self._job.attempt, 0, segment)
+
+        def finish(_: Any) -> None:
+            free.append(None if kept else buffer)
+            self._syncing.written(file)
+
+        return Request(
+            len(buffer),
+            lambda: _tensors.write_box(pack, box, buffer),
+            finish,
+            lambda error: _tensors.write_error(error, None, file),
+        )
 
     def _put(
         self, staged: Staged, stretch: _plan.Stretch, buffer: Any, start: int, end: int
@@ -298,14 +320,6 @@ class _Record:
             leaf if leaf.layout is None else leaf._replace(digest=_table.digest_text(sums[i]))
             for i, leaf in enumerate(self._job.tree.leaves)
         )
-
-
-def _give_back(free: list[Any], buffer: Any, _: Any) -> None:
-    free.append(buffer)
-
-
-def _pack_error(file: str, error: Exception) -> Exception:
-    return _tensors.write_error(error, None, file)
 
 
 class SnapshotStoppedError(Exception):

@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 import click
 
 from jaxshard import _commit, _reader
-from jaxshard._errors import CorruptionError, FormatError, NotCommittedError, NotFoundError
+from jaxshard._errors import (
+    CorruptionError,
+    FormatError,
+    NotCommittedError,
+    NotFoundError,
+    size_text,
+)
 from jaxshard._manifest import FILE
-from jaxshard._reader import Checkpoint, StepDir, open_checkpoint, size_text
+from jaxshard._reader import Checkpoint, StepDir, open_checkpoint
 from jaxshard._store import Store, open_store, storage_errors
 from jaxshard.cli._output import Styled, note, print_json, print_table
 from jaxshard.cli._verb import Verb, json_option, locate

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 import jaxshard
-from jaxshard._reader import size_text
+from jaxshard._errors import size_text
 from jaxshard.cli._output import note, print_json, print_table
 from jaxshard.cli._verb import Verb, json_option
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxshard._errors import counted
-from jaxshard._reader import Checkpoint, LeafInfo, select_leaves, size_text
+from jaxshard._errors import counted, size_text
+from jaxshard._reader import Checkpoint, LeafInfo, select_leaves
 from jaxshard._spec import decode_value
 from jaxshard.cli._output import plain, print_json, print_table
 from jaxshard.cli._verb import Verb, json_option, open_one

@@ -7,17 +7,27 @@ there are, until the rows of the whole are used up. Totals always count everythi
 import collections
 import dataclasses
 
+from jaxshard._errors import counted, size_text
 from jaxshard._keypaths import components
-from jaxshard._reader import Checkpoint, size_text
+from jaxshard._reader import Checkpoint
 from jaxshard._spec import Node, TreeSpec, child_keys
 from jaxshard.display import _words
-from jaxshard.display._markup import Html, card, element, facts, folded, span, table
+from jaxshard.display._markup import (
+    Html,
+    card,
+    element,
+    facts,
+    folded,
+    join,
+    more,
+    span,
+    table,
+)
 
 ROWS_MAX = 400
 CHILDREN_MAX = 100
 OPEN_ROWS_MAX = 24
-_COLUMNS = ("shape", "dtype", "spec")
-_WIDTH_MAX = 26
+_COLUMNS = {"shape": 20, "dtype": 18, "spec": 22}  # and how wide they may become, in digits
 
 
 @dataclasses.dataclass(slots=True)
@@ -128,7 +138,7 @@ class _Page:
     def widths(self) -> str:
         """Widths of the columns, as the style sheet asks for them."""
         least = {"shape": 10, "dtype": 6, "spec": 9 if self.width["spec"] else 0}
-        found = {c: min(_WIDTH_MAX, max(least[c], self.width[c])) for c in _COLUMNS}
+        found = {c: min(most, max(least[c], self.width[c])) for c, most in _COLUMNS.items()}
         return ";".join(f"--{name}:{width}ch" for name, width in found.items())
 
     def titles(self) -> Html:
@@ -141,7 +151,9 @@ class _Page:
     def children(self, entry: Entry) -> Html:
         """The rows below an entry, and how many are missing."""
         shown = entry.children[: entry.shown]
-        rows = [self.leaf(child) if child.number is not None else self.group(child) for child in shown]
+        rows = [
+            self.leaf(child) if child.number is not None else self.group(child) for child in shown
+        ]
         rest = entry.children[entry.shown :]
         leaves, nbytes = sum(e.leaves for e in rest), sum(e.nbytes for e in rest)
         return join([*rows, more(len(rest), f" ({counted(leaves, 'leaf')}, {size_text(nbytes)})")])
@@ -157,7 +169,9 @@ class _Page:
             _row("summary", span("name", *name), *cells),
             element("div", self.children(entry), class_="j-kids"),
         ]
-        return element("details", *inside, open="") if entry.is_open else element("details", *inside)
+        return (
+            element("details", *inside, open="") if entry.is_open else element("details", *inside)
+        )
 
     def leaf(self, entry: Entry) -> Html:
         """A leaf: what it is and how large."""

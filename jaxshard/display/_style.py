@@ -68,6 +68,7 @@ table-layout:auto;color:inherit;display:table}
 border:0;border-bottom:1px solid var(--line);background:none;max-width:none;white-space:normal;
 overflow-wrap:anywhere}
 .ROOT .j-table.j-table th{font-weight:400;font-size:11px;color:var(--muted)}
+.ROOT .j-table.j-table td:not(:last-child,.j-num){min-width:7em}
 .ROOT .j-table.j-table :is(th,td).j-num{text-align:right;white-space:nowrap}
 .ROOT .j-table.j-table tr:last-child td{border-bottom:0}
 .ROOT .j-panels{display:flex;flex-wrap:wrap;gap:10px 18px;margin-top:10px}

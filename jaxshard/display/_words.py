@@ -8,11 +8,12 @@ from jaxshard._errors import FormatError
 from jaxshard._spec import LeafSpec, MeshSpec, decode_value
 
 VALUE_MAX = 60
+TIMES = " \N{MULTIPLICATION SIGN} "
 
 
 def shape(sides: tuple[int, ...]) -> str:
-    """`64 × 128`; of a 0-d array `()`."""
-    return " × ".join(map(str, sides)) or "()"
+    """`64 x 128`; of a 0-d array `()`."""
+    return TIMES.join(map(str, sides)) or "()"
 
 
 def dtype(leaf: LeafSpec) -> str:
@@ -34,8 +35,8 @@ def _axis(names: Any) -> str:
 
 
 def mesh(axes: MeshSpec) -> str:
-    """`data 2 × model 4`."""
-    return " × ".join(f"{n} {size}" for n, size in zip(axes.names, axes.sizes, strict=False))
+    """`data 2 x model 4`."""
+    return TIMES.join(f"{n} {size}" for n, size in zip(axes.names, axes.sizes, strict=False))
 
 
 def value(leaf: LeafSpec) -> str:

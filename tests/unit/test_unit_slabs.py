@@ -1,5 +1,7 @@
 """Every tile that is needed is read once, straight into place wherever that is possible."""
 
+import time
+
 import hypothesis.strategies as st
 from hypothesis import given
 from test_unit_plan import MIB, leaf, quick
