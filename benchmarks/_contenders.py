@@ -10,6 +10,7 @@ import functools
 import mmap
 import os
 import pathlib
+import warnings
 from typing import Any
 
 import numpy as np
@@ -25,32 +26,66 @@ class Jaxshard:
 
         self.jaxshard = jaxshard
         self.state = _states.device_state(state)
-        self.name = state
+        self.options = jaxshard.LoadOptions(on_report=self._keep)
+        self.background = jaxshard.SaveOptions()
+        self.report: Any = None
+
+    def _keep(self, report: Any) -> None:
+        self.report = report
+
+    def expected(self) -> dict[str, Any]:
+        return _states.named_leaves(self.state)
 
     def save(self, path: str) -> None:
         self.jaxshard.save(path, self.state)
 
     def save_async(self, path: str) -> Any:
-        return self.jaxshard.save_async(path, self.state).wait
+        return self.jaxshard.save_async(path, self.state, options=self.background).wait
 
     def load(self, path: str, mesh: tuple[int, ...]) -> Any:
         import jax
 
         like = _states.abstract_state(self.state, mesh)
-        return jax.block_until_ready(self.jaxshard.load(path, like))
+        return jax.block_until_ready(self.jaxshard.load(path, like, options=self.options))
 
     def subset(self, path: str, prefix: str) -> Any:
         import jax
 
-        like = {prefix: _states.abstract_state(self.state[prefix], _states.MESH)}
-        loaded = self.jaxshard.load(path, like, select=f"{prefix}/**")
+        like = {prefix: _states.abstract_state(self.state[prefix])}
+        loaded = self.jaxshard.load(path, like, select=f"{prefix}/**", options=self.options)
         return jax.block_until_ready(loaded)
 
     def verify(self, path: str) -> None:
-        assert self.jaxshard.verify(path).ok
+        if not self.jaxshard.verify(path).ok:
+            raise ValueError(f"{path} is not sound")
 
     def version(self) -> str:
         return str(self.jaxshard.__version__)
+
+
+class JaxshardPread(Jaxshard):
+    """The same, and its loads read files instead of mapping them."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(state)
+        self.options = self.jaxshard.LoadOptions(io_mode="pread", on_report=self._keep)
+
+
+class BareLoop:
+    """No save at all: only the views that any snapshot on CPU has to take."""
+
+    def __init__(self, state: str) -> None:
+        self.state = _states.device_state(state)
+
+    def save_async(self, path: str) -> Any:  # noqa: ARG002  (nothing is written)
+        import jax
+
+        arrays = jax.tree.leaves(self.state)
+        views = [np.asarray(s.data) for a in arrays for s in a.addressable_shards]
+        return views.clear
+
+    def version(self) -> str:
+        return np.__version__
 
 
 class _Orbax:
@@ -64,25 +99,26 @@ class _Orbax:
         self.ocp: Any = orbax.checkpoint
         self.state = _states.device_state(state)
 
+    def expected(self) -> dict[str, Any]:
+        return _states.named_leaves(self.state)
+
     def _checkpointer(self) -> Any:
         raise NotImplementedError
 
     def _async_checkpointer(self) -> Any:
         raise NotImplementedError
 
+    @functools.cached_property
+    def _background(self) -> Any:
+        return self._async_checkpointer()  # once, as in a training loop
+
     def save(self, path: str) -> None:
         with self._checkpointer() as checkpointer:
             checkpointer.save(path, self.state)
 
     def save_async(self, path: str) -> Any:
-        checkpointer = self._async_checkpointer()
-        checkpointer.save(path, self._save_args())
-
-        def wait() -> None:
-            checkpointer.wait_until_finished()
-            checkpointer.close()
-
-        return wait
+        self._background.save(path, self._save_args())
+        return self._background.wait_until_finished
 
     def _save_args(self) -> Any:
         return self.ocp.args.PyTreeSave(self.state)
@@ -101,7 +137,7 @@ class _Orbax:
     def subset(self, path: str, prefix: str) -> Any:
         import jax
 
-        like = {prefix: _states.abstract_state(self.state[prefix], _states.MESH)}
+        like = {prefix: _states.abstract_state(self.state[prefix])}
         arguments = self.ocp.checkpoint_utils.construct_restore_args(like)
         wanted = self.ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
         with self.ocp.Checkpointer(self._handler()) as checkpointer:
@@ -170,7 +206,7 @@ class OrbaxV1(_Orbax):
     def subset(self, path: str, prefix: str) -> Any:
         import jax
 
-        like = {prefix: _states.abstract_state(self.state[prefix], _states.MESH)}
+        like = {prefix: _states.abstract_state(self.state[prefix])}
         partial = self.v1.options.PyTreeOptions(
             loading=self.v1.options.PyTreeOptions.Loading(partial_load=True)
         )
@@ -185,9 +221,13 @@ class TorchDcp:
         import torch
         import torch.distributed.checkpoint as dcp
 
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         self.torch: Any = torch
         self.dcp: Any = dcp
         self.state = {k: torch.from_numpy(v) for k, v in _states.host_state(state).items()}
+
+    def expected(self) -> dict[str, Any]:
+        return {k: v.numpy() for k, v in self.state.items()}
 
     def save(self, path: str) -> None:
         writer = self.dcp.FileSystemWriter(path, thread_count=2, sync_files=True)
@@ -212,6 +252,9 @@ class Safetensors:
 
         self.safetensors: Any = safetensors
         self.state = _states.host_state(state)
+
+    def expected(self) -> dict[str, Any]:
+        return self.state
 
     def save(self, path: str) -> None:
         os.makedirs(path)
@@ -239,11 +282,14 @@ class Raw:
     threads = 2
 
     def __init__(self, state: str) -> None:
-        total = sum(v.nbytes for v in _states.host_state(state).values())
+        total = _states.nbytes(state)
         self.files = max(1, min(total >> 23, 1024))  # of 8 MiB, as jaxshard has them
         self.part = -(-total // self.files)
-        self.values = np.random.default_rng(0).integers(0, 256, self.part, np.uint8)
-        self.sources = [self.values.copy() for _ in range(self.files)]
+        values = np.random.default_rng(0).integers(0, 256, self.part, np.uint8)
+        self.sources = [values.copy() for _ in range(self.files)]
+
+    def expected(self) -> dict[str, Any]:
+        return {str(i): source for i, source in enumerate(self.sources)}
 
     def save(self, path: str) -> None:
         os.makedirs(path)
@@ -293,8 +339,37 @@ class Raw16(Raw):
     threads = 16
 
 
+class Read:
+    """What `cat` does: every file of a checkpoint, whosever, into one buffer for each thread."""
+
+    threads = 1
+
+    def __init__(self, state: str) -> None:
+        self.state = state
+
+    def verify(self, path: str) -> None:
+        files = [p for p in pathlib.Path(path).rglob("*") if p.is_file()]
+        with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(self._read, (files[i :: self.threads] for i in range(self.threads))))
+
+    def _read(self, files: list[pathlib.Path]) -> None:
+        into = bytearray(1 << 20)
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(into):
+                    pass
+
+    def version(self) -> str:
+        return os.uname().release
+
+
+class Read2(Read):
+    threads = 2
+
+
 CONTENDERS: dict[str, Any] = {
     "jaxshard": Jaxshard,
+    "jaxshard-pread": JaxshardPread,
     "orbax": OrbaxDefault,
     "orbax-tuned": OrbaxTuned,
     "orbax-v1": OrbaxV1,
@@ -303,16 +378,7 @@ CONTENDERS: dict[str, Any] = {
     "raw-2": Raw,
     "raw-4": Raw4,
     "raw-16": Raw16,
+    "bare-loop": BareLoop,
+    "read-1": Read,
+    "read-2": Read2,
 }
-
-
-def expected(contender: Any, name: str) -> dict[str, np.ndarray[Any, Any]]:
-    """What a contender must load, by name."""
-    if isinstance(contender, Raw):
-        return {str(i): contender.values for i in range(contender.files)}
-    return {k: _states.host(v) for k, v in _states.named_leaves(contender.state).items()}
-
-
-def bytes_below(path: str) -> int:
-    """Bytes of all files of a checkpoint."""
-    return sum(p.stat().st_size for p in pathlib.Path(path).rglob("*") if p.is_file())

@@ -4,7 +4,7 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-
-class Size(NamedTuple):
-    """Of a model, and of the batches `[rows, length]` that it is trained with."""
-
-    vocabulary: int
-    context: int
-    width: int
-    heads: int
-    layers: int
-    rows: int
-    length: int
-
-
-SIZES = {
-    "mixed": Size(50_257, 1_024, 768, 12, 12, 2, 16),  # 124M parameters
-    "mini": Size(32_768, 64, 256, 4, 2, 2, 8),  # 10M
-    "tiny": Size(256, 16, 32, 2, 2, 4, 8),  # for smoke tests
-}
+from benchmarks._states import Size
 
 
 class Block(nnx.Module):
@@ -75,7 +58,7 @@ class Job:
     """One training job: its state is `{"params": ..., "opt": ...}`, plain dicts and Optax states.
 
     Args:
-      size: one of SIZES.
+      size: of the model and its batches.
       mesh: with the axes `data` and `model`; matrices lie on both where they divide.
     """
 

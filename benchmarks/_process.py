@@ -1,141 +1,132 @@
-"""A contender in a process of its own, asked over pipes: one JSON line each way.
+"""Objects in processes of their own, asked over pipes: one line of JSON each way.
 
-The clock runs inside that process, around the call alone. After a load everything is compared with
-what was saved, bit for bit, outside of the clock.
+`Worker("benchmarks.resume:Training", state="mini")` makes such an object; `ask("go_on")` calls its
+method there and returns what that returns. The clock always runs on the other side, around the
+call alone. Nothing heavy is imported here: it would count as start-up of whoever is measured.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from typing import Any
-
-import numpy as np
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
 
 _XLA_FLAGS = "--xla_force_host_platform_device_count=8"
 _NEEDS = {"orbax": "orbax", "torch-dcp": "torch", "safetensors": "safetensors"}
+_PATIENCE_S = 60
 
 
 class AbsentError(Exception):
     """A contender that is not installed."""
 
 
-class Contender:
-    """The side that asks."""
+class Worker:
+    """The side that asks.
 
-    def __init__(self, name: str, state: str) -> None:
-        package = next((p for k, p in _NEEDS.items() if name.startswith(k)), None)
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise AbsentError(name)
-        self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks._process", name, state],
+    Attributes:
+      ready: what the object says of itself once it is made (its attribute `ready`).
+
+    Args:
+      what: `module:class`.
+      env: more environment for the process.
+      arguments: what the class is called with.
+
+    Raises:
+      RuntimeError: the process ended instead of answering; its error is on stderr.
+    """
+
+    def __init__(self, what: str, *, env: Mapping[str, str] = {}, **arguments: Any) -> None:  # noqa: B006  (read only)
+        self.what = what
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks._process", what, json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "XLA_FLAGS": _XLA_FLAGS, "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, "XLA_FLAGS": _XLA_FLAGS, "JAX_PLATFORMS": "cpu", **env},
         )
-        self.version = self._answer()["version"]
+        self.ready = self._answer()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Let it do something; its answer has `seconds`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
+        """Call a method over there; what it returned."""
+        self.begin(do, **arguments)
         return self._answer()
 
+    def begin(self, do: str, **arguments: Any) -> None:
+        """Call a method over there, and do not wait for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([do, arguments]) + "\n")
+        self.process.stdin.flush()
+
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended with {self._process.wait()}; see above")
+            raise RuntimeError(f"{self.what}: exit code {self.process.wait()}; its error is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
-        """End the process."""
-        with contextlib.suppress(OSError):
-            self._process.communicate(timeout=60)
+        """End the process: kindly, then not."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self.process.communicate(timeout=_PATIENCE_S)
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
-def _serve(name: str, state: str) -> None:
-    """The side that answers."""
+class Contender(Worker):
+    """One that saves and loads: a class of `_contenders`, measured by `_measured.Measured`.
+
+    Raises:
+      AbsentError: its package is not installed.
+    """
+
+    def __init__(self, name: str, state: str, *, env: Mapping[str, str] = {}) -> None:  # noqa: B006  (read only)
+        require_installed(name)
+        self.name = name
+        super().__init__("benchmarks._measured:Measured", env=env, name=name, state=state)
+
+
+def require_installed(name: str) -> None:
+    """Raise AbsentError if the package of a contender is not installed."""
+    package = next((p for k, p in _NEEDS.items() if name.startswith(k)), None)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise AbsentError(name)
+
+
+def _serve(what: str, arguments: str) -> None:
+    """The side that answers, until nobody asks any more."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a package prints must not look like an answer
-    from benchmarks import _contenders
-
-    contender = _contenders.CONTENDERS[name](state)
-    print(json.dumps({"version": contender.version()}), file=answers)
+    module, _, name = what.partition(":")
+    made = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    print(json.dumps(getattr(made, "ready", {})), file=answers)
     for line in sys.stdin:
-        request = json.loads(line)
-        do = _DO[request.pop("do")]
-        print(json.dumps(do(contender, state, **request)), file=answers)
+        do, given = json.loads(line)
+        print(json.dumps(getattr(made, do)(**given)), file=answers)
 
 
-def _save(contender: Any, state: str, path: str) -> dict[str, Any]:  # noqa: ARG001
-    seconds = _timed(contender.save, path)[1]
-    from benchmarks._contenders import bytes_below
-
-    return {"seconds": seconds, "bytes": bytes_below(path)}
-
-
-def _save_async(contender: Any, state: str, path: str) -> dict[str, Any]:  # noqa: ARG001
-    wait, blocked = _timed(contender.save_async, path)
-    return {"seconds": blocked, "rest": _timed(wait)[1]}
-
-
-def _load(contender: Any, state: str, path: str, mesh: list[int]) -> dict[str, Any]:
-    loaded, seconds = _timed(contender.load, path, tuple(mesh))
-    _compare(contender, state, loaded)
-    return {"seconds": seconds}
-
-
-def _subset(contender: Any, state: str, path: str, prefix: str) -> dict[str, Any]:
-    loaded, seconds = _timed(contender.subset, path, prefix)
-    _compare(contender, state, loaded, prefix)
-    return {"seconds": seconds}
-
-
-def _verify(contender: Any, state: str, path: str) -> dict[str, Any]:  # noqa: ARG001
-    return {"seconds": _timed(contender.verify, path)[1]}
-
-
-def _remove(contender: Any, state: str, path: str) -> dict[str, Any]:  # noqa: ARG001
-    shutil.rmtree(path, ignore_errors=True)
-    os.sync()
-    return {}
-
-
-_DO = {
-    "save": _save,
-    "save_async": _save_async,
-    "load": _load,
-    "subset": _subset,
-    "verify": _verify,
-    "remove": _remove,
-}
-
-
-def _timed(call: Any, *arguments: Any) -> tuple[Any, float]:
+def timed(call: Any, *arguments: Any, **more: Any) -> tuple[Any, float]:
+    """What a call returns, and the seconds that it took."""
     began = time.perf_counter()
-    result = call(*arguments)
+    result = call(*arguments, **more)
     return result, time.perf_counter() - began
-
-
-def _compare(contender: Any, state: str, loaded: Any, prefix: str = "") -> None:
-    from benchmarks import _contenders, _states
-
-    wanted = _contenders.expected(contender, state)
-    wanted = {k: v for k, v in wanted.items() if k.startswith(prefix)}
-    found = _states.named_leaves(loaded)
-    assert found.keys() == wanted.keys(), f"{contender} has other names"
-    for name, value in wanted.items():
-        same = np.array_equal(_states.host(found[name]).view(np.uint8), value.view(np.uint8))
-        assert same, f"{contender} has other values in {name}"
 
 
 if __name__ == "__main__":

@@ -1,144 +1,92 @@
-"""Contenders in turn, and what came out of it: medians, ratios within a round, one table.
+"""Contenders in turn: A B C A B C …, so that a busy minute of the machine hits all of them.
 
-A B C A B C …, so that a busy minute of the machine hits all of them; ratios are taken within each
-round and their median is reported. Before anything is measured, as much memory as will be used is
-touched once (the first touch of a page since boot can cost ten times the second) and every
-contender runs once without being counted.
+Ratios are taken within each round and their median is reported. Before anything is measured, as
+much memory as will be used is touched once (the first touch of a page since boot can cost ten
+times the second), and every contender runs once without being counted.
 """
 
 import argparse
-import dataclasses
-import json
 import os
-import platform
 import shutil
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from benchmarks import _states
 from benchmarks._process import AbsentError, Contender
+from benchmarks._results import US, Result, markdown
 
-US = "jaxshard"
-PEERS = ("orbax", "orbax-tuned", "orbax-v1", "torch-dcp", "safetensors")
+ORBAX = ("orbax", "orbax-tuned", "orbax-v1")
+PEERS = (*ORBAX, "torch-dcp", "safetensors")
 RAW = ("raw-2", "raw-4", "raw-16")
+EVERYBODY = (US, *PEERS, *RAW)
+_SPARE_BYTES = 4 << 30
+
+T = TypeVar("T")
 
 
-@dataclasses.dataclass
-class Result:
-    """The answer to one question.
+class Ask(NamedTuple):
+    """What to measure.
 
     Attributes:
-      question: e.g. `save`.
       state: name of the state.
-      unit: of the values, e.g. `s`.
-      values: by contender, one value a round; for memory and scale there may be one only.
-      target: what PERFORMANCE asks for, and whether it was reached.
-      notes: contenders that were absent, and why.
+      rounds: that count.
+      where: directory to write below; the current one if None.
+      names: contenders that are wanted; all if None.
     """
 
-    question: str
     state: str
-    unit: str
-    values: dict[str, list[float]]
-    targets: list[tuple[str, bool]] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    rounds: int
+    where: str | None = None
+    names: tuple[str, ...] | None = None
 
-    def median(self, name: str) -> float:
-        """Median over the rounds."""
-        return statistics.median(self.values[name])
-
-    def ratio(self, name: str, to: str = US) -> float:
-        """Median over the rounds of `name` / `to`."""
-        pairs = zip(self.values[name], self.values[to], strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
-    def best(self, names: tuple[str, ...]) -> str | None:
-        """The contender with the least median."""
-        return min((n for n in names if n in self.values), key=self.median, default=None)
-
-    def expect(self, what: str, reached: bool) -> None:  # noqa: FBT001
-        """Note a target and whether it was reached."""
-        self.targets.append((what, reached))
-
-    def expect_ratio(self, names: tuple[str, ...], at_least: float) -> None:
-        """Note the target that each of these takes so many times as long as jaxshard."""
-        for name in names:
-            if name in self.values and US in self.values:
-                found = self.ratio(name)
-                self.expect(f"{name} / jaxshard >= {at_least:g}: {found:.2f}", found >= at_least)
-
-    def rows(self) -> Iterator[list[str]]:
-        """One row of the table for each contender."""
-        for name, values in self.values.items():
-            ratio = f"{self.ratio(name):.2f}" if len(values) == len(self.values[US]) else ""
-            low, high = min(values), max(values)
-            numbers = [f"{x:.4g}" for x in (self.median(name), low, high)]
-            yield [self.question, self.state, name, *numbers, self.unit, ratio]
+    def among(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the names that are wanted, and jaxshard."""
+        return tuple(n for n in names if self.names is None or n in self.names or n == US)
 
 
-def markdown(results: list[Result]) -> str:
-    """All results as one table, then what was aimed at and what was found."""
-    head = ["question", "state", "contender", "median", "min", "max", "", "÷ jaxshard"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for result in results for row in result.rows()]
-    targets = [
-        f"* {'reached' if ok else '**missed**'}: {r.question} {r.state}: {what}"
-        for r in results
-        for what, ok in r.targets
-    ]
-    notes = [f"* {r.question} {r.state}: {note}" for r in results for note in r.notes]
-    return "\n".join([*lines, "", *targets, *notes, ""])
+class Question(Protocol):
+    """A module that asks one question."""
+
+    STATES: tuple[str, ...]
+
+    def run(self, ask: Ask) -> list[Result]:
+        """Measure."""
 
 
-def as_json(results: list[Result]) -> str:
-    """All numbers, with the versions and the machine."""
-    body = {"machine": machine(), "results": [dataclasses.asdict(r) for r in results]}
-    return json.dumps(body, indent=1)
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    packages = ("jaxshard", "jax", "jaxlib", "tensorstore", "numpy", "flax", "orbax-checkpoint",
-                "torch", "safetensors")  # fmt: skip
-    return {
-        "python": platform.python_version(),
-        "kernel": os.uname().release,
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "packages": {p: v for p in packages if (v := _version(p))},
-    }
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "?")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """The command line that all questions have."""
+def main(doc: str | None, run: Callable[[Ask], list[Result]], states: Sequence[str]) -> None:
+    """The command line that all questions have; the first of the states is the default."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--state", default=defaults.get("state", "big"))
-    parser.add_argument("--rounds", type=int, default=defaults.get("rounds", 7))
-    parser.add_argument("--dir", default=None, help="where to write (default: a temporary one)")
-    parser.add_argument("--contenders", default=None, help="comma-separated; default: all")
-    return parser.parse_args()
+    what = "; ".join(f"{s}: {_states.WHAT[s]}" for s in states if s in _states.WHAT)
+    parser.add_argument("--state", default=states[0], choices=states, help=what)
+    parser.add_argument("--rounds", type=int, default=7, help="that count (default: 7)")
+    add_shared_options(parser)
+    options = parser.parse_args()
+    print(markdown(run(Ask(options.state, options.rounds, options.dir, options.contenders))))
+
+
+def add_shared_options(parser: argparse.ArgumentParser) -> None:
+    """The options that one question and all of them have in common."""
+    parser.add_argument("--dir", help="where to write checkpoints (default: here)")
+    names = "comma-separated, e.g. orbax,raw-2 (default: all); jaxshard always"
+    parser.add_argument("--contenders", type=_names, help=names)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    from benchmarks._contenders import CONTENDERS
+
+    names = tuple(text.split(","))
+    unknown = sorted(set(names) - set(CONTENDERS))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown: {unknown}; known: {', '.join(CONTENDERS)}")
+    return names
 
 
 @contextmanager
@@ -146,40 +94,58 @@ def folder(where: str | None) -> Iterator[str]:
     """A directory for checkpoints, on the disk under test; removed afterwards."""
     made = tempfile.mkdtemp(prefix="bench-", dir=where or ".")
     try:
-        yield os.path.abspath(made)
+        yield str(Path(made).absolute())
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
+_touched = 0
+
+
 def touch(nbytes: int) -> None:
-    """Touch memory once and give it back."""
+    """Touch memory once and give it back; not more than is free, and not what was touched before."""
+    global _touched  # noqa: PLW0603  (what the machine has found stays found)
+    nbytes = min(nbytes, available_bytes() - _SPARE_BYTES)
+    if nbytes <= _touched:
+        return
     part = 1 << 30
     held = [np.ones(min(part, nbytes - at), np.uint8) for at in range(0, nbytes, part)]
     del held
+    _touched = nbytes
+
+
+def available_bytes() -> int:
+    """Host memory that can still be taken."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
 
 
 @contextmanager
 def contenders(
-    names: tuple[str, ...], state: str, notes: list[str]
+    names: Sequence[str], state: str, notes: list[str]
 ) -> Iterator[dict[str, Contender]]:
-    """Those that are installed, each in its process."""
+    """Those that are installed, each in its process; memory for all of them has been touched."""
+    touch(_states.nbytes(state) * (len(names) + 2))
     running: dict[str, Contender] = {}
     try:
         for name in names:
             try:
                 running[name] = Contender(name, state)
             except AbsentError:
-                notes.append(f"{name} is not installed; skipped")
+                notes.append(absent(name))
         yield running
     finally:
         for contender in running.values():
             contender.close()
 
 
+def absent(name: str) -> str:
+    """The note on a contender that cannot be had."""
+    return f"{name} is not installed; skipped"
+
+
 def in_turn(
-    running: dict[str, Contender],
-    rounds: int,
-    measure: Callable[[Contender], float],
+    running: dict[str, T], rounds: int, measure: Callable[[T], float]
 ) -> dict[str, list[float]]:
     """One uncounted run of each, then all in turn."""
     values: dict[str, list[float]] = {name: [] for name in running}
@@ -191,10 +157,3 @@ def in_turn(
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return values
-
-
-def chosen(asked: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    """The contenders that the command line names; jaxshard always."""
-    if asked is None:
-        return default
-    return tuple(dict.fromkeys([US, *asked.split(",")]))

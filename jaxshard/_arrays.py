@@ -190,12 +190,13 @@ def _plain_sharding(
     """Mesh and partition spec as plain data, and whether arrays hold partial sums."""
     if not isinstance(sharding, NamedSharding):
         return None, None, False
-    unreduced = bool(getattr(sharding.spec, "unreduced", None))
+    if getattr(sharding.spec, "unreduced", None):
+        return None, None, True
     mesh = sharding.mesh
     sizes = tuple(mesh.shape[axis] for axis in mesh.axis_names)
     types = tuple(getattr(t, "name", str(t)) for t in mesh.axis_types)
     partition = tuple(sharding.spec)[:rank]
-    return MeshSpec(tuple(map(str, mesh.axis_names)), sizes, types), partition, unreduced
+    return MeshSpec(tuple(map(str, mesh.axis_names)), sizes, types), partition, False
 
 
 # Saving: values as shards --------------------------------------------------------------------
@@ -224,11 +225,13 @@ class Shards(NamedTuple):
     """The distinct parts of a leaf on this process.
 
     `host(i)` brings the one of `boxes[i]` to host memory: on CPU a view without a copy, except of
-    sub-byte types.
+    sub-byte types. `views` says whether that is memory that nobody changes, so that it need not be
+    copied to be kept.
     """
 
     boxes: tuple[Box, ...]
     host: Callable[[int], Array]
+    views: bool
 
 
 def shards(spec: LeafSpec, value: Any) -> Shards:
@@ -239,11 +242,13 @@ def shards(spec: LeafSpec, value: Any) -> Shards:
         boxes, places = _distinct(base.sharding, shape)
         data = [base] if base.is_fully_replicated else list(map(base.addressable_data, places))
         # np.asarray of one shard on CPU is a view that JAX keeps no reference to.
-        host = np.asarray if is_view(spec, value) else _copy
-        return Shards(boxes, lambda i: host(data[i]))
+        views = is_view(spec, value)
+        host = np.asarray if views else _copy
+        return Shards(boxes, lambda i: host(data[i]), views)
     if isinstance(value, np.ndarray):
-        return Shards((Box.whole(shape),), lambda _: value)
-    return Shards((Box.whole(shape),), lambda _: np.frombuffer(_text_bytes(value), np.uint8))
+        return Shards((Box.whole(shape),), lambda _: value, views=False)
+    text = np.frombuffer(_text_bytes(value), np.uint8)
+    return Shards((Box.whole(shape),), lambda _: text, views=True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -266,7 +271,7 @@ def _copy(data: Any) -> Array:
 
 
 def is_view(spec: LeafSpec, value: Any) -> bool:
-    """Whether `Shards.host` gives memory that nobody changes: no copy is needed to keep it."""
+    """`Shards.views` of a leaf."""
     if not isinstance(value, jax.Array):
         return not isinstance(value, np.ndarray)
     return _on_cpu(_base(value).sharding) and _dtypes.bits(str(spec.dtype)) >= 8

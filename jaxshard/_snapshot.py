@@ -87,8 +87,7 @@ def stage(
     tasks: Iterator[Piece | Stretch] = itertools.chain(plan.each_piece(leaves), stretches)
     for task in tasks:
         parts = staging.parts(task)
-        view = _arrays.is_view(leaves[task.leaf], values[task.leaf])
-        if budget is None or (view and not copy_all):
+        if budget is None or (staging.shards(task.leaf).views and not copy_all):
             yield Staged(task, parts, _nothing)
             continue
         nbytes = sum(part.nbytes for part in parts)
@@ -109,12 +108,17 @@ class _Staging:
         self._shards: dict[int, _arrays.Shards] = {}
         self._last: tuple[Any, Array | None] = (None, None)
 
+    def shards(self, leaf: int) -> _arrays.Shards:
+        found = self._shards.get(leaf)
+        if found is None:
+            found = _arrays.shards(self._leaves[leaf], self._values[leaf])
+            self._shards[leaf] = found
+        return found
+
     def parts(self, task: Piece | Stretch) -> list[Array]:
         leaf = self._leaves[task.leaf]
         layout, shape = layout_of(leaf), leaf.array_shape or ()
-        shards = self._shards.get(task.leaf)
-        if shards is None:
-            shards = self._shards[task.leaf] = _arrays.shards(leaf, self._values[task.leaf])
+        shards = self.shards(task.leaf)
         if isinstance(task, Piece):
             box = _plan.element_box(task.box, layout, shape)
             return [self._part(task.leaf, shards, *_place(box, shards.boxes))]
