@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test oldest check soak clean
+.PHONY: demo test oldest check soak bench clean
 
 .venv/made: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -17,6 +17,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .venv/check: .venv/made
 	$(PIP) --editable '.[check,demo]'
+	@touch $@
+
+.venv/bench: .venv/made
+	$(PIP) --editable '.[bench]'
 	@touch $@
 
 demo: .venv/demo
@@ -45,5 +49,9 @@ oldest: .venv-oldest/made
 soak: .venv/check
 	$(BIN)/python -m pytest -m soak
 
+# BENCH='--quick', BENCH='--only save,load'; BENCH=--help says what else there is.
+bench: .venv/bench
+	$(BIN)/python -m benchmarks $(BENCH)
+
 clean:
-	rm -rf .venv .venv-oldest build dist demo
+	rm -rf .venv .venv-oldest build dist demo benchmarks/results bench-*

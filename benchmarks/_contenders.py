@@ -257,7 +257,7 @@ class Safetensors:
         return self.state
 
     def save(self, path: str) -> None:
-        os.makedirs(path)
+        pathlib.Path(path).mkdir()
         file = f"{path}/model.safetensors"
         self.safetensors.numpy.save_file(self.state, file)
         _sync(file)
@@ -292,7 +292,7 @@ class Raw:
         return {str(i): source for i, source in enumerate(self.sources)}
 
     def save(self, path: str) -> None:
-        os.makedirs(path)
+        pathlib.Path(path).mkdir()
         with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
             list(pool.map(functools.partial(self._write, path), range(self.files)))
         _sync(path)
@@ -310,7 +310,7 @@ class Raw:
 
         def read(i: int) -> None:
             part = memoryview(into[i * self.part : (i + 1) * self.part])
-            with open(f"{path}/{i}", "rb", buffering=0) as file:
+            with pathlib.Path(path, str(i)).open("rb", buffering=0) as file:
                 while part:
                     part = part[file.readinto(part) or 0 :]
 

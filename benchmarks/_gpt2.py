@@ -96,7 +96,10 @@ class Job:
         model = nnx.eval_shape(lambda: GPT2(self._size, nnx.Rngs(0)))
         nnx.update(model, params)
         logits = model(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        loss: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
+        return loss
 
 
 def _fsdp(mesh: jax.sharding.Mesh, leaf: Any) -> jax.sharding.NamedSharding:

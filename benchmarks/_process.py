@@ -41,7 +41,7 @@ class Worker:
       RuntimeError: the process ended instead of answering; its error is on stderr.
     """
 
-    def __init__(self, what: str, *, env: Mapping[str, str] = {}, **arguments: Any) -> None:  # noqa: B006  (read only)
+    def __init__(self, what: str, *, env: Mapping[str, str] = {}, **arguments: Any) -> None:
         self.what = what
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks._process", what, json.dumps(arguments)],
@@ -67,7 +67,11 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.what}: exit code {self.process.wait()}; its error is above")
+            self.close()
+            raise RuntimeError(
+                f"{self.what}: expected an answer, found the end of the process, with exit code "
+                f"{self.process.returncode}\nhint: its error is on stderr, above"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -75,8 +79,16 @@ class Worker:
         """End the process: kindly, then not."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             self.process.communicate(timeout=_PATIENCE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, wherever it is."""
         self.process.kill()
         self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what could not be written is not missed
+                    pipe.close()
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +109,7 @@ class Contender(Worker):
       AbsentError: its package is not installed.
     """
 
-    def __init__(self, name: str, state: str, *, env: Mapping[str, str] = {}) -> None:  # noqa: B006  (read only)
+    def __init__(self, name: str, state: str, *, env: Mapping[str, str] = {}) -> None:
         require_installed(name)
         self.name = name
         super().__init__("benchmarks._measured:Measured", env=env, name=name, state=state)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 US = "jaxshard"
-_PACKAGES = ("jaxshard", "jax", "jaxlib", "tensorstore", "numpy", "flax", "orbax-checkpoint", "torch",
-             "safetensors")  # fmt: skip
+_PACKAGES = ("jaxshard", "jax", "jaxlib", "tensorstore", "numpy", "flax", "orbax-checkpoint",
+             "torch", "safetensors")  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -106,6 +106,8 @@ def summary(results: Sequence[Result]) -> str:
     """How many targets were reached, and which were not."""
     targets = [(r, what, reached) for r in results for what, reached in r.targets]
     missed = [f"* {r.question}: {r.case}: {what}" for r, what, reached in targets if not reached]
+    if not targets:
+        return "No target is set for these states."
     title = f"{len(targets) - len(missed)} of {len(targets)} targets reached"
     return "\n".join([f"{title}; missed:" if missed else f"{title}.", "", *missed])
 

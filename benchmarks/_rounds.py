@@ -6,12 +6,13 @@ times the second), and every contender runs once without being counted.
 """
 
 import argparse
-import os
+import concurrent.futures
+import functools
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -27,7 +28,16 @@ RAW = ("raw-2", "raw-4", "raw-16")
 EVERYBODY = (US, *PEERS, *RAW)
 _SPARE_BYTES = 4 << 30
 
+
+class Closable(Protocol):
+    """What lives in a process of its own."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 T = TypeVar("T")
+W = TypeVar("W", bound=Closable)
 
 
 class Ask(NamedTuple):
@@ -48,15 +58,6 @@ class Ask(NamedTuple):
     def among(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of the names that are wanted, and jaxshard."""
         return tuple(n for n in names if self.names is None or n in self.names or n == US)
-
-
-class Question(Protocol):
-    """A module that asks one question."""
-
-    STATES: tuple[str, ...]
-
-    def run(self, ask: Ask) -> list[Result]:
-        """Measure."""
 
 
 def main(doc: str | None, run: Callable[[Ask], list[Result]], states: Sequence[str]) -> None:
@@ -103,7 +104,7 @@ _touched = 0
 
 
 def touch(nbytes: int) -> None:
-    """Touch memory once and give it back; not more than is free, and not what was touched before."""
+    """Touch memory once and give it back: what is free, and was not touched before."""
     global _touched  # noqa: PLW0603  (what the machine has found stays found)
     nbytes = min(nbytes, available_bytes() - _SPARE_BYTES)
     if nbytes <= _touched:
@@ -120,23 +121,34 @@ def available_bytes() -> int:
     return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
 
 
-@contextmanager
 def contenders(
     names: Sequence[str], state: str, notes: list[str]
-) -> Iterator[dict[str, Contender]]:
+) -> AbstractContextManager[dict[str, Contender]]:
     """Those that are installed, each in its process; memory for all of them has been touched."""
     touch(_states.nbytes(state) * (len(names) + 2))
-    running: dict[str, Contender] = {}
+    return started({name: functools.partial(Contender, name, state) for name in names}, notes)
+
+
+@contextmanager
+def started(starts: Mapping[str, Callable[[], W]], notes: list[str]) -> Iterator[dict[str, W]]:
+    """What the calls return, made two at a time; a note instead of one that is not installed.
+
+    All are closed in the end, whatever happens.
+    """
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        futures = {name: pool.submit(start) for name, start in starts.items()}
+    running: dict[str, W] = {}
     try:
-        for name in names:
+        for name, future in futures.items():
             try:
-                running[name] = Contender(name, state)
+                running[name] = future.result()
             except AbsentError:
                 notes.append(absent(name))
         yield running
     finally:
-        for contender in running.values():
-            contender.close()
+        for future in futures.values():
+            if future.exception() is None:
+                future.result().close()
 
 
 def absent(name: str) -> str:

@@ -69,7 +69,7 @@ ARRAYS: dict[str, Callable[[], dict[str, Array]]] = {
     "leaves8": lambda: _flat(2_000, (64, 64), AXES),
 }
 MODELS = {
-    "tiny-gpt2": Size(256, 16, 32, 2, 2, 4, 8),
+    "tiny-gpt2": Size(256, 16, 32, 2, 1, 2, 8),
     "mini": Size(32_768, 64, 256, 4, 2, 2, 8),
     "mixed": Size(50_257, 1_024, 768, 12, 12, 2, 16),
 }
@@ -82,7 +82,7 @@ WHAT = {
     "huge": "one array of 2.1 GB on a 2x4 mesh",
     "leaves": "2,000 leaves of 16 KiB, each on one device",
     "leaves8": "2,000 leaves of 16 KiB on a 2x4 mesh",
-    "tiny-gpt2": "a GPT-2 of 36K parameters with AdamW, for smoke tests",
+    "tiny-gpt2": "a GPT-2 of 21K parameters with AdamW, for smoke tests",
     "mini": "a GPT-2 of 10M parameters in Flax NNX with AdamW on a 2x4 mesh, 120 MB",
     "mixed": "GPT-2 of 124M parameters in Flax NNX with AdamW on a 2x4 mesh, 1.5 GB",
 }
@@ -139,8 +139,7 @@ def device_state(name: str) -> dict[str, Any]:
     import jax
 
     if name in MODELS:
-        made: dict[str, Any] = job(name).make()
-        return made
+        return dict(job(name).make())
     out: dict[str, Any] = {}
     on = mesh(MESH)
     for i, (path, array) in enumerate(ARRAYS[name]().items()):
@@ -188,9 +187,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     import jax
 
     flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat
-    }
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 def host(value: Any) -> np.ndarray[Any, Any]:

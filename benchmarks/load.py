@@ -6,44 +6,55 @@ raw, so about 0.2 s, at most three times raw. On another mesh the same tiles are
 scattered. PyTorch DCP and safetensors fill tensors of the host; they know no mesh.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from benchmarks import _rounds, _states
+from benchmarks import _rounds, _states, save
+from benchmarks._process import Contender
 from benchmarks._results import US, Result
-from benchmarks._rounds import EVERYBODY, ORBAX, RAW, Ask, Contender
+from benchmarks._rounds import EVERYBODY, ORBAX, RAW, Ask
 
 STATES = ("big", *(s for s in _states.NAMES if s != "big"))
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "8x1": (8, 1), "1x8": (1, 8), "1": (1, 1)}
 _SAME = "2x4"
 
 
-def run(ask: Ask, meshes: Sequence[str] = (_SAME,)) -> list[Result]:
-    """Save once, then load in turn, mesh by mesh."""
+def run(ask: Ask) -> list[Result]:
+    """Save once, then load in turn: on the mesh that saved, and on all others."""
+    return _run(ask, tuple(MESHES))
+
+
+def run_behind_save(ask: Ask) -> list[Result]:
+    """`save` and `load` with the same processes: starting nine of them takes minutes."""
+    return _run(ask, tuple(MESHES) if ask.state == "big" else (_SAME,), save.measured)
+
+
+def _run(
+    ask: Ask,
+    meshes: Sequence[str],
+    first: Callable[[Ask, dict[str, Contender], str], Result] | None = None,
+) -> list[Result]:
     notes: list[str] = []
+    names = ask.among(EVERYBODY)
     with (
         _rounds.folder(ask.where) as folder,
-        _rounds.contenders(ask.among(EVERYBODY), ask.state, notes) as running,
+        _rounds.contenders(names, ask.state, notes) as running,
     ):
+        results = [first(ask, running, folder)] if first else []
         for name, contender in running.items():
             contender.ask("save", path=f"{folder}/{name}")
-        results = []
-        for mesh in meshes:
-
-            def measure(contender: Contender, mesh: str = mesh) -> float:
-                path = f"{folder}/{contender.name}"
-                return float(contender.ask("load", path=path, mesh=MESHES[mesh])["seconds"])
-
-            able = running if mesh == _SAME else {k: running[k] for k in running if _places(k)}
-            values = _rounds.in_turn(able, ask.rounds, measure)
-            case = ask.state if mesh == _SAME else f"{ask.state}, mesh {mesh}"
-            results.append(judged(Result("load", case, "s", values)))
+        results += [_on_mesh(ask, running, folder, mesh) for mesh in meshes]
     results[0].notes += notes
     return results
 
 
-def run_meshes(ask: Ask) -> list[Result]:
-    """On the mesh that saved, and on all others."""
-    return run(ask, tuple(MESHES))
+def _on_mesh(ask: Ask, running: dict[str, Contender], folder: str, mesh: str) -> Result:
+    def measure(contender: Contender) -> float:
+        path = f"{folder}/{contender.name}"
+        return float(contender.ask("load", path=path, mesh=MESHES[mesh])["seconds"])
+
+    able = {name: c for name, c in running.items() if mesh == _SAME or _places(name)}
+    case = ask.state if mesh == _SAME else f"{ask.state}, mesh {mesh}"
+    return judged(Result("load", case, "s", _rounds.in_turn(able, ask.rounds, measure)))
 
 
 def _places(name: str) -> bool:
@@ -67,4 +78,4 @@ def judged(result: Result) -> Result:
 
 
 if __name__ == "__main__":
-    _rounds.main(__doc__, run_meshes, STATES)
+    _rounds.main(__doc__, run, STATES)

@@ -8,8 +8,9 @@ target says how far from it we may be.
 """
 
 from benchmarks import _rounds, _states
+from benchmarks._process import Contender
 from benchmarks._results import Result
-from benchmarks._rounds import EVERYBODY, RAW, Ask, Contender
+from benchmarks._rounds import EVERYBODY, RAW, Ask
 
 STATES = ("big", *(s for s in _states.NAMES if s != "big"))
 
@@ -17,19 +18,26 @@ STATES = ("big", *(s for s in _states.NAMES if s != "big"))
 def run(ask: Ask) -> list[Result]:
     """Save and remove in turn."""
     notes: list[str] = []
+    names = ask.among(EVERYBODY)
     with (
         _rounds.folder(ask.where) as folder,
-        _rounds.contenders(ask.among(EVERYBODY), ask.state, notes) as running,
+        _rounds.contenders(names, ask.state, notes) as running,
     ):
+        result = measured(ask, running, folder)
+    result.notes += notes
+    return [result]
 
-        def measure(contender: Contender) -> float:
-            path = f"{folder}/{contender.name}"
-            seconds: float = contender.ask("save", path=path)["seconds"]
-            contender.ask("remove", path=path)
-            return seconds
 
-        values = _rounds.in_turn(running, ask.rounds, measure)
-    return [judged(Result("save", ask.state, "s", values, notes=notes))]
+def measured(ask: Ask, running: dict[str, Contender], folder: str) -> Result:
+    """The same with contenders that run already."""
+
+    def measure(contender: Contender) -> float:
+        path = f"{folder}/{contender.name}"
+        seconds: float = contender.ask("save", path=path)["seconds"]
+        contender.ask("remove", path=path)
+        return seconds
+
+    return judged(Result("save", ask.state, "s", _rounds.in_turn(running, ask.rounds, measure)))
 
 
 def judged(result: Result) -> Result:

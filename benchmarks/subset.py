@@ -6,8 +6,9 @@ a twelfth of the time of the whole, some 20 ms, plus the manifest. Bytes read sh
 """
 
 from benchmarks import _rounds, _states
+from benchmarks._process import Contender
 from benchmarks._results import US, Result
-from benchmarks._rounds import ORBAX, Ask, Contender
+from benchmarks._rounds import ORBAX, Ask
 
 STATES = ("big", *(s for s in _states.PART if s != "big"))
 WHOLE = "jaxshard, the whole"

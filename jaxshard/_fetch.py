@@ -80,6 +80,7 @@ class _Job:
         self.source = source
         self.io_mode = io_mode
         self.traffic = Traffic()
+        self._hasher = _tensors.TileHasher()
         # A slab in flight holds its bytes as they are stored and decoded; several must fit.
         self.slab_bytes_max = max(1, host_bytes_max // 8)
 
@@ -168,6 +169,6 @@ class _Job:
 
     def _compare(self, number: int, leaf: LeafSpec, slab: _slabs.Slab, values: Array) -> None:
         tiles = _plan.tile_lattice(layout_of(leaf))
-        for tile, digest in _tensors.tile_digests(values, slab.box, tiles):
+        for tile, digest in self._hasher.digests(values, slab.box, tiles):
             if digest != self.source.tile_digest(number, slab.piece, tile):
                 raise not_what_was_written(leaf.name, self._file(leaf, slab.piece), tile)

@@ -14,7 +14,7 @@ import gc
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import xxhash
@@ -69,6 +69,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file."""
+        leaves, templates = _leaves_to_json(self.tree.leaves)
         body = {
             # `a_` sorts first: a reader finds format and version before anything else.
             "a_format": "jaxshard",
@@ -78,7 +79,7 @@ class Manifest:
             "created": self.created,
             "environment": dict(self.environment),
             "epoch": None,
-            "leaves": [_leaf_to_json(leaf) for leaf in self.tree.leaves],
+            "leaves": leaves,
             "meshes": [mesh._asdict() for mesh in self.tree.meshes],
             "metadata": dict(self.metadata),
             "nonce": self.nonce,
@@ -87,6 +88,7 @@ class Manifest:
                 for p in self.processes
             ],
             "step": self.step,
+            "templates": templates,
             "tree": _node_to_json(self.tree.root),
         }
         text = canonical(body)
@@ -173,6 +175,33 @@ def _damaged(path: str, why: str) -> CorruptionError:
 # To JSON ------------------------------------------------------------------------------------
 
 
+def _leaves_to_json(leaves: Iterable[LeafSpec]) -> tuple[list[Any], list[Any]]:
+    """Leaves and templates: what arrays have in common is written once.
+
+    A manifest of 100,000 leaves has 8 MB instead of 33, and is opened in half the time.
+    (benchmarks/scale.py)
+    """
+    out: list[dict[str, Any]] = []
+    templates: dict[LeafSpec, int] = {}
+    for leaf in leaves:
+        if leaf.layout is None:
+            out.append(_leaf_to_json(leaf))
+            continue
+        common = leaf._replace(name="", digest=None, layout=leaf.layout._replace(path=""))
+        number = templates.setdefault(common, len(templates))
+        own = {"name": leaf.name, "digest": leaf.digest, "template": number}
+        if leaf.layout.path != leaf.name:
+            own["path"] = leaf.layout.path
+        out.append(own)
+    return out, [_template_to_json(template) for template in templates]
+
+
+def _template_to_json(template: LeafSpec) -> dict[str, Any]:
+    out = _leaf_to_json(template)
+    del out["name"], out["layout"]["path"]
+    return out
+
+
 def _leaf_to_json(leaf: LeafSpec) -> dict[str, Any]:
     """Fields that differ from their defaults, so that 100,000 leaves stay small."""
     out: dict[str, Any] = {"name": leaf.name, "kind": leaf.kind}
@@ -221,7 +250,8 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     _require(step is None or (type(step) is int and step >= 0), "step", step)
     _require(body["compression"] in (None, "zstd"), "compression", body["compression"])
     meshes = tuple(MeshSpec(*(tuple(m[f]) for f in MeshSpec._fields)) for m in body["meshes"])
-    leaves = tuple(_leaves_from_json(body["leaves"], meshes))
+    templates = [_template_from_json(t, meshes) for t in body["templates"]]
+    leaves = tuple(_leaves_from_json(body["leaves"], templates, meshes))
     _require(len({leaf.name for leaf in leaves}) == len(leaves), "leaves", "a name twice")
     for leaf in leaves:
         if leaf.same_as is not None:
@@ -273,12 +303,31 @@ def _require(condition: bool, what: str, found: Any) -> None:  # noqa: FBT001
         raise _UnfitError(what, f"{found!r:.80}")
 
 
-def _leaves_from_json(body: list[Any], meshes: tuple[MeshSpec, ...]) -> Iterator[LeafSpec]:
+def _leaves_from_json(
+    body: list[Any], templates: list[LeafSpec], meshes: tuple[MeshSpec, ...]
+) -> Iterator[LeafSpec]:
     for number, leaf in enumerate(body):
         try:
-            yield _leaf_from_json(leaf, meshes)
+            name = leaf["name"]
+            _require(isinstance(name, str), "name", name)
+            if "template" in leaf:
+                yield _array_from_json(name, leaf, templates)
+            else:
+                yield _leaf_from_json(name, leaf, meshes)
         except _UnfitError as e:
-            raise _UnfitError(f"leaf {number} ({leaf.get('name')!r:.80}), {e.what}", e.found) from e
+            raise _UnfitError(f"leaf {number} ({name!r:.80}), {e.what}", e.found) from e
+
+
+def _array_from_json(name: str, leaf: dict[str, Any], templates: list[LeafSpec]) -> LeafSpec:
+    """A leaf that says itself only what it does not have in common with others."""
+    number = leaf["template"]
+    _require(type(number) is int and 0 <= number < len(templates), "template", number)
+    template = templates[number]
+    assert template.layout is not None
+    path = leaf.get("path", name)
+    _require(_keypaths.is_safe_path(path), "path", path)
+    layout = template.layout._replace(path=path)
+    return template._replace(name=name, digest=leaf["digest"], layout=layout)
 
 
 def _shape(value: Any, what: str) -> tuple[int, ...]:
@@ -287,9 +336,17 @@ def _shape(value: Any, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _leaf_from_json(leaf: dict[str, Any], meshes: tuple[MeshSpec, ...]) -> LeafSpec:
-    name = leaf["name"]
-    _require(isinstance(name, str), "name", name)
+def _template_from_json(template: dict[str, Any], meshes: tuple[MeshSpec, ...]) -> LeafSpec:
+    try:
+        _require("layout" in template and "value" not in template, "no array", template)
+        layout = {**template["layout"], "path": "of the leaf"}
+        return _leaf_from_json("", {**template, "layout": layout}, meshes)
+    except _UnfitError as e:
+        raise _UnfitError(f"template, {e.what}", e.found) from e
+
+
+def _leaf_from_json(name: str, leaf: dict[str, Any], meshes: tuple[MeshSpec, ...]) -> LeafSpec:
+    """A leaf that says all of itself."""
     _require(leaf["kind"] in KINDS, "kind", leaf["kind"])
     dtype = leaf.get("dtype")
     _require(dtype is None or _dtypes.is_known(dtype), "dtype", dtype)

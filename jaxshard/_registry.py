@@ -5,8 +5,10 @@ jaxshard.
 """
 
 import importlib
+import logging
 from typing import Any
 
+logger = logging.getLogger("jaxshard")
 displays: dict[str, str] = {}  # name of a class -> "module:function" that shows it as HTML
 
 
@@ -29,5 +31,10 @@ class Shown:
         try:
             show = display_of(self)
             return None if show is None else str(show(self))
-        except Exception:  # noqa: BLE001  (a display must not hide the value behind a traceback)
+        except Exception:  # a display must not hide the value behind a traceback
+            logger.debug("no display of %s", type(self).__name__, exc_info=True)
             return None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001  (IPython's call)
+        """What IPython writes on a terminal, and where HTML cannot be shown."""
+        printer.text(type(self).__name__ + "(...)" if cycle else str(self))

@@ -197,7 +197,7 @@ class _Rows:
 
     def __init__(self, parts: list[Column], field: str) -> None:
         self.first = np.cumsum([0, *map(len, parts)])[:-1]  # row where each process begins
-        leaf = np.concatenate([part["leaf"] for part in parts])
+        leaf = np.concatenate([part["leaf"] for part in parts]).astype(np.int64)
         self._number = np.concatenate([part[field] for part in parts])
         self._order = np.lexsort((self._number, leaf))
         self._leaf = leaf[self._order]

@@ -20,7 +20,7 @@ from jaxshard._errors import JaxshardError, Kind, StorageError
 PathLike = str | os.PathLike[str]
 
 
-class Syncing(Protocol):
+class Syncer(Protocol):
     """New files that become durable together; see `_durable.Syncing`."""
 
     def write(self, key: str, data: Any) -> None:
@@ -70,7 +70,7 @@ class Store(Protocol):
     def write(self, key: str, data: Any) -> None:
         """Write a new file durably."""
 
-    def syncing(self) -> Syncing:
+    def syncing(self) -> Syncer:
         """Begin to write many new files that need not be durable one by one."""
 
     def create(self, key: str, data: bytes) -> bool:
@@ -213,7 +213,7 @@ class LocalStore:
         """Write a new file."""
         _durable.write_new(self._root / key, data)
 
-    def syncing(self) -> Syncing:
+    def syncing(self) -> Syncer:
         """Begin to write many new files."""
         return _durable.Syncing(self._root)
 
@@ -323,7 +323,7 @@ class MemoryStore:
         if not self.create(key, bytes(data)):
             raise FileExistsError(errno.EEXIST, "the key exists", f"{self.url}/{key}")
 
-    def syncing(self) -> Syncing:
+    def syncing(self) -> Syncer:
         """Nothing has to be synced in memory."""
         return _Unsynced(self)
 
@@ -370,7 +370,7 @@ class MemoryStore:
 
 
 class _Unsynced:
-    """`Syncing` where a file is as durable as it can be once it is written."""
+    """`Syncer` where a file is as durable as it can be once it is written."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

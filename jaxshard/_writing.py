@@ -30,7 +30,7 @@ from jaxshard._errors import Kind, StorageError
 from jaxshard._saving import SaveJob
 from jaxshard._snapshot import Staged
 from jaxshard._spec import Layout, LeafSpec
-from jaxshard._store import Syncing, storage_errors
+from jaxshard._store import Syncer, storage_errors
 from jaxshard._transfer import Request
 
 _PACK_BUFFERS = 4  # one is filled while the others are written
@@ -133,9 +133,10 @@ class _Record:
 
     leaves: tuple[LeafSpec, ...]
 
-    def __init__(self, job: SaveJob, syncing: Syncing) -> None:
+    def __init__(self, job: SaveJob, syncing: Syncer) -> None:
         self._job = job
         self._syncing = syncing
+        self._hasher = _tensors.TileHasher()
         self._arrays: dict[int, Any] = {}
         self._pieces: list[tuple[int, int, list[tuple[int, bytes]]]] = []
         self._entry_digests: list[bytes] = []
@@ -177,7 +178,7 @@ class _Record:
                 )
             future = _tensors.write_box(self._arrays[piece.leaf], piece.box, values)
             # While TensorStore's threads write it.
-            digests = _tensors.tile_digests(values, piece.box, _plan.tile_lattice(layout))
+            digests = self._hasher.digests(values, piece.box, _plan.tile_lattice(layout))
             self._pieces.append((piece.leaf, piece.number, digests))
             return future
 

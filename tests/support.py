@@ -1,5 +1,6 @@
 """What several tests need: bitwise comparison, meshes, training states, subprocesses."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -95,3 +96,15 @@ def run_python(code: str, *, devices: int = 8, timeout_s: float = 300, **env: st
     )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def spelled_out(body: Any) -> Any:
+    """The JSON of a manifest with all fields in its leaves, which is allowed, and no templates."""
+    templates = body["templates"]
+    body["templates"] = []
+    for leaf in body["leaves"]:
+        if "template" in leaf:
+            common = copy.deepcopy(templates[leaf.pop("template")])
+            common["layout"]["path"] = leaf.pop("path", leaf["name"])
+            leaf.update(common)
+    return body

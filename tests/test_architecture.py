@@ -12,7 +12,9 @@ import jaxshard
 
 PACKAGE = REPOSITORY / "jaxshard"
 CLI = sorted(f"cli/{path.name}" for path in PACKAGE.glob("cli/*.py"))
-MODULES = sorted([*(path.name for path in PACKAGE.glob("*.py")), *CLI])
+DISPLAY = sorted(f"display/{path.name}" for path in PACKAGE.glob("display/*.py"))
+MODULES = sorted([*(path.name for path in PACKAGE.glob("*.py")), *CLI, *DISPLAY])
+NO_ROOMS = {"__init__.py", "zarr_dtypes.py", *CLI, *DISPLAY}
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 ROOM = re.compile(r"^\s*(_\w+\.py)\s+")
 
@@ -107,7 +109,7 @@ def strings(name: str) -> set[str]:
 
 
 def test_the_map_lists_every_room_once():
-    assert sorted(ROOMS) == [name for name in MODULES if name not in {"__init__.py", *CLI}]
+    assert sorted(ROOMS) == [name for name in MODULES if name not in NO_ROOMS]
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -127,13 +129,26 @@ def test_verbs_share_two_files_and_know_nothing_of_each_other():
         assert {i for i in found if i.count(".") == 2} <= shared, name
 
 
-@pytest.mark.parametrize("name", CLI)
-def test_a_file_of_the_command_line_opens_with_what_it_is_for(name):
+def test_no_room_imports_a_display_or_what_is_for_zarr():
+    assert importers("jaxshard.display") - set(DISPLAY) == set()
+    assert importers("jaxshard.zarr_dtypes") == set()
+    assert "display/_outline.py" in importers("jaxshard._reader")
+
+
+def test_displays_share_their_parts_and_know_nothing_of_each_other():
+    shown = {where.partition(":")[0] for where in jaxshard._registry.displays.values()}
+    for name in DISPLAY:
+        assert imports(name) & shown == set(), name
+
+
+@pytest.mark.parametrize("name", [*CLI, *DISPLAY, "zarr_dtypes.py"])
+def test_what_is_no_room_opens_with_what_it_is_for(name):
     assert ast.get_docstring(TREES[name]).splitlines()[0].endswith(".")
 
 
-def test_nothing_imports_a_room_while_the_front_page_is_read():
-    assert rooms_imported_by("__init__.py") == set()
+def test_only_the_registry_is_imported_while_the_front_page_is_read():
+    assert rooms_imported_by("__init__.py") == {"_registry.py"}
+    assert imports("_registry.py") == {"importlib", "logging", "typing", "typing.Any"}
 
 
 def test_the_front_page_maps_names_to_rooms_of_the_map():
@@ -177,6 +192,10 @@ def test_only_the_command_line_knows_click_and_rich():
     assert importers("click") == {"cli/__init__.py", *CLI}
     assert importers("rich") == {"cli/_output.py"}
     assert importers("rich", top_level=True) == set()
+
+
+def test_only_what_is_for_zarr_knows_zarr():
+    assert importers("zarr") == {"zarr_dtypes.py"}
 
 
 def test_only_arrays_reads_shardings():
@@ -228,9 +247,11 @@ def test_nothing_evaluates_text():
     assert {c for c in calls if c[1] in {"eval", "exec", "compile", "__import__"}} == set()
 
 
-def test_only_the_front_pages_import_by_name_and_only_their_own_rooms():
+def test_only_front_pages_and_the_registry_import_by_name_and_only_what_is_ours():
     pages = {"__init__.py": "jaxshard.{room}", "cli/__init__.py": "jaxshard.cli._{cmd_name}"}
-    assert {n for n in MODULES if "importlib.import_module" in attributes(n)} == set(pages)
+    named = {n for n in MODULES if "importlib.import_module" in attributes(n)}
+    assert named == {*pages, "_registry.py"}
+    assert all(w.startswith("jaxshard.display._") for w in jaxshard._registry.displays.values())
     for page, name in pages.items():
         assert f'importlib.import_module(f"{name}")' in (PACKAGE / page).read_text()
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xxhash
-from support import assert_same_tree, mesh, on, run_python
+from support import assert_same_tree, mesh, on, run_python, spelled_out
 
 import jaxshard
 from jaxshard import (
@@ -445,7 +445,7 @@ def test_the_report_lists_every_problem_at_once(saved: Saved, tmp_path: Path) ->
 def forge(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the manifest and give it the digest that it would have had."""
     file = path / "manifest.json"
-    body = json.loads(file.read_bytes())
+    body = spelled_out(json.loads(file.read_bytes()))
     del body["xxh3_128"]
     change(body)
     seal(file, json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 import zarr
 from compat import independent_reader, make_v1
-from support import REPOSITORY, assert_same_leaf, assert_same_tree, mesh, on
+from support import REPOSITORY, assert_same_leaf, assert_same_tree, mesh, on, spelled_out
 from zarr.dtype import data_type_registry
 
 import jaxshard
@@ -51,9 +51,8 @@ def attempt(path: Path) -> Path:
 
 
 def leaves(path: Path) -> dict:
-    return {
-        leaf["name"]: leaf for leaf in json.loads((path / "manifest.json").read_text())["leaves"]
-    }
+    body = spelled_out(json.loads((path / "manifest.json").read_text()))
+    return {leaf["name"]: leaf for leaf in body["leaves"]}
 
 
 def assert_equal(found, wanted, name):

@@ -1,7 +1,5 @@
 """One leaf: its facts, and where its pieces were written."""
 
-from collections.abc import Mapping
-
 from jaxshard import _source
 from jaxshard._errors import JaxshardError, size_text
 from jaxshard._plan import piece_lattice, tile_lattice
@@ -51,7 +49,7 @@ def _place(zarr_path: str | None, stored: LeafSpec) -> str:
 def _pieces(shown: Leaf, layout: Layout) -> Html:
     number = shown.source.resolve(shown.number)
     trouble = Html()
-    writer: Mapping[int, int] = {}
+    writer: dict[int, int] = {}
     try:
         writer = _writers(shown.source, number, layout)
     except (JaxshardError, OSError) as e:  # a table is gone or damaged; the manifest is not

@@ -18,6 +18,7 @@ PANELS_MAX = 8
 CELLS_MAX = 20  # along an axis of a single panel
 CELLS_MAX_OF_MANY = 8
 _LINES_MIN_PX = 4  # tile edges closer than this are left out
+_TRIED = 64  # sizes of a cell
 _MARGIN_PX = 16  # for the length of an axis
 
 
@@ -71,12 +72,15 @@ def axes(
     layout: Layout, shape: tuple[int, ...], spec: tuple[Any, ...] | None, mesh: MeshSpec | None
 ) -> list[Axis]:
     """The axes of an array; a partition that does not fit its shape counts as none."""
-    size_of = {} if mesh is None else dict(zip(mesh.names, mesh.sizes, strict=False))
+    sizes_of_axes = () if mesh is None else zip(mesh.names, mesh.sizes, strict=False)
+    size_of = {
+        n: s for n, s in sizes_of_axes if isinstance(n, str) and isinstance(s, int) and s > 0
+    }
     found = []
     for d, (n, piece, tile) in enumerate(zip(layout.shape, layout.piece, layout.tile, strict=True)):
         names = _names(spec[d] if spec is not None and d < len(spec) else None, size_of)
         sizes = tuple(size_of[name] for name in names)
-        if shape[d] % (math.prod(sizes) or shape[d] + 1):
+        if shape[d] % math.prod(sizes):
             names, sizes = (), ()
         scale = layout.per_byte if d == len(layout.shape) - 1 else 1
         found.append(Axis(n, piece, tile, names, sizes, scale, shape[d]))
@@ -85,7 +89,7 @@ def axes(
 
 def _names(partition: Any, size_of: Mapping[str, int]) -> tuple[str, ...]:
     wanted = partition if isinstance(partition, tuple) else (partition,)
-    return tuple(n for n in wanted if isinstance(size_of.get(n), int) and size_of[n] > 0)
+    return tuple(n for n in wanted if isinstance(n, str) and n in size_of)
 
 
 # Picture ------------------------------------------------------------------------------------
@@ -157,7 +161,7 @@ class _Drawing:
         """Pieces that one cell stands for; cells end where shards do, if that is possible."""
         least = -(-axis.pieces // (CELLS_MAX if self.is_single else CELLS_MAX_OF_MANY))
         of_shard = axis.pieces // axis.shards if axis.pieces % axis.shards == 0 else 1
-        return next((n for n in range(least, 4 * least) if of_shard % n == 0), least)
+        return next((n for n in range(least, least + _TRIED) if of_shard % n == 0), least)
 
     def cells(self, axis: Axis) -> int:
         """Number of cells along an axis."""

@@ -183,10 +183,11 @@ class _Page:
 
     def size(self, entry: Entry) -> tuple[Html, Html]:
         """Bytes, and a bar for their share of the whole."""
-        share = entry.nbytes / self.total if self.total else 0.0
-        bar = element("i", style=f"width:{share:.1%}")
-        text = size_text(entry.nbytes) if entry.nbytes else ""
-        return span("num", text), span("bar", bar, title=f"{share:.1%}")
+        if not entry.nbytes:
+            return span("num"), span("none")
+        share = f"{entry.nbytes / self.total:.1%}"
+        bar = span("bar", element("i", style=f"width:{share}"), title=share)
+        return span("num", size_text(entry.nbytes)), bar
 
 
 def _numbers(entry: Entry) -> list[int]:

@@ -1,19 +1,23 @@
 """What saving, loading, checking, comparing, counting and pruning found."""
 
-from jaxshard._diff import DiffReport
-from jaxshard._errors import counted, size_text
-from jaxshard._options import LoadReport
-from jaxshard._prune import PruneReport
-from jaxshard._saving import SaveReport
-from jaxshard._stats import LeafStats, StatsReport
-from jaxshard._verify import VerifyReport
+from typing import TYPE_CHECKING
+
+from jaxshard._errors import counted, rate_text, size_text
 from jaxshard.display import _words
 from jaxshard.display._markup import Html, badge, card, facts, folded, table
+
+if TYPE_CHECKING:  # some of these rooms need jax, a report does not
+    from jaxshard._diff import DiffReport
+    from jaxshard._options import LoadReport
+    from jaxshard._prune import PruneReport
+    from jaxshard._saving import SaveReport
+    from jaxshard._stats import LeafStats, StatsReport
+    from jaxshard._verify import VerifyReport
 
 _WHOLE_TREE = "(the whole tree)"
 
 
-def save_report(report: SaveReport) -> Html:
+def save_report(report: "SaveReport") -> Html:
     """The display of a `SaveReport`."""
     blocked = f"{report.blocked_s:.3f} s" if report.blocked_s < report.seconds else None
     return card(
@@ -25,14 +29,14 @@ def save_report(report: SaveReport) -> Html:
                 "size": size_text(report.nbytes),
                 "files": f"{report.files:,}",
                 "time": f"{report.seconds:.2f} s",
-                "rate": _rate(report.nbytes, report.seconds),
+                "rate": rate_text(report.nbytes, report.seconds),
                 "caller blocked": blocked,
             }
         ),
     )
 
 
-def load_report(report: LoadReport) -> Html:
+def load_report(report: "LoadReport") -> Html:
     """The display of a `LoadReport`."""
     lists = [
         folded(f"{title}: {counted(len(names), 'leaf')}", table(["leaf"], [[n] for n in names]))
@@ -48,18 +52,14 @@ def load_report(report: LoadReport) -> Html:
                 "needed": size_text(report.bytes_needed),
                 "read": size_text(report.bytes_read),
                 "time": f"{report.seconds:.2f} s",
-                "rate": _rate(report.bytes_needed, report.seconds),
+                "rate": rate_text(report.bytes_needed, report.seconds),
             }
         ),
         *lists,
     )
 
 
-def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"
-
-
-def verify_report(report: VerifyReport) -> Html:
+def verify_report(report: "VerifyReport") -> Html:
     """The display of a `VerifyReport`."""
     found = badge("✓ sound", "good")
     body = [
@@ -81,7 +81,7 @@ def verify_report(report: VerifyReport) -> Html:
     return card("Verified", report.path, *body, badge=found)
 
 
-def diff_report(report: DiffReport) -> Html:
+def diff_report(report: "DiffReport") -> Html:
     """The display of a `DiffReport`."""
     number = len(report.differences)
     found = badge("identical", "good") if report.identical else badge(f"{number:,} differ", "bad")
@@ -101,7 +101,7 @@ def diff_report(report: DiffReport) -> Html:
     return card("Compared", "", *body, badge=found)
 
 
-def stats_report(report: StatsReport) -> Html:
+def stats_report(report: "StatsReport") -> Html:
     """The display of a `StatsReport`."""
     found = badge("all finite", "good") if report.finite else badge("not finite", "bad")
     header = ["leaf", "type", "shape", "min", "max", "mean", "norm", "NaN", "inf"]
@@ -111,14 +111,14 @@ def stats_report(report: StatsReport) -> Html:
     return card("Statistics", report.path, body, numbers, badge=found)
 
 
-def _stats_row(leaf: LeafStats) -> list[str]:
+def _stats_row(leaf: "LeafStats") -> list[str]:
     numbers = (leaf.min, leaf.max, leaf.mean, leaf.norm)
     cells = ["" if n is None else f"{n:.4g}" for n in numbers]
     counts = [f"{n:,}" if n else "" for n in (leaf.nans, leaf.infs)]
     return [leaf.name or _WHOLE_TREE, leaf.dtype, _words.shape(leaf.shape), *cells, *counts]
 
 
-def prune_report(report: PruneReport) -> Html:
+def prune_report(report: "PruneReport") -> Html:
     """The display of a `PruneReport`."""
     lists = {
         "step, released": report.steps,

@@ -17,10 +17,10 @@ Consolas,monospace));
 --blue:color-mix(in oklab,#4c8dd6 88%,currentColor);
 --good:color-mix(in oklab,#2da44e 82%,currentColor);
 --bad:color-mix(in oklab,#e5484d 85%,currentColor);
-color:var(--text);font:13px/1.45 var(--jp-ui-font-family,var(--vscode-font-family,system-ui,
-sans-serif));font-variant-numeric:tabular-nums;container-type:inline-size;max-width:70em;
-border:1px solid var(--line);border-radius:6px;padding:10px 14px;margin:4px 0;text-align:left;
-box-sizing:border-box}
+--ui:var(--jp-ui-font-family,var(--vscode-font-family,system-ui,sans-serif));
+color:var(--text);font:13px/1.45 var(--ui);font-variant-numeric:tabular-nums;
+container-type:inline-size;max-width:76em;border:1px solid var(--line);border-radius:6px;
+padding:10px 14px;margin:4px 0;text-align:left;box-sizing:border-box}
 .ROOT *{box-sizing:border-box}
 .ROOT .j-head{display:flex;align-items:baseline;gap:8px;min-width:0}
 .ROOT .j-kind{font-weight:600;white-space:nowrap}
@@ -35,15 +35,14 @@ font-size:12px;white-space:nowrap}
 .ROOT .j-facts dt{float:none;width:auto;font-weight:400;font-size:11px;color:var(--muted);
 margin:0;padding:0}
 .ROOT .j-facts dd{margin:0;padding:0;overflow-wrap:anywhere}
-.ROOT .j-mono,.ROOT .j-name,.ROOT .j-shape,.ROOT .j-dtype,.ROOT .j-spec{font-family:var(--mono);
-font-size:12px}
+.ROOT .j-mono{font:12px var(--mono)}
 .ROOT .j-tree{margin-top:10px;border-top:1px solid var(--line);padding-top:4px}
 .ROOT .j-row{display:grid;align-items:baseline;column-gap:14px;padding:1px 4px;border-radius:3px;
-grid-template-columns:minmax(0,1fr) var(--shape) var(--dtype) var(--spec) 6em 4.5em;margin:0;
-list-style:none}
+grid-template-columns:minmax(0,1fr) var(--shape) var(--dtype) var(--spec) 6.5em 5em;margin:0;
+list-style:none;font:12px/20px var(--mono)}
 .ROOT .j-row>*{min-width:0;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .ROOT .j-row:hover{background:var(--soft)}
-.ROOT .j-titles>*{color:var(--muted);font-size:11px;font-family:inherit}
+.ROOT .j-titles>*{color:var(--muted);font:11px/20px var(--ui)}
 .ROOT .j-titles:hover{background:none}
 .ROOT summary{cursor:pointer}
 .ROOT summary.j-row::-webkit-details-marker{display:none}
@@ -52,7 +51,7 @@ color:var(--muted)}
 .ROOT .j-tree details[open]>summary>.j-name::before{content:"\\25be"}
 .ROOT .j-kids{margin-left:8px;padding-left:9px;border-left:1px solid var(--line)}
 .ROOT .j-dtype,.ROOT .j-spec,.ROOT .j-count,.ROOT .j-hint{color:var(--muted)}
-.ROOT .j-count,.ROOT .j-hint{font-family:inherit;font-size:12px}
+.ROOT .j-count,.ROOT .j-hint,.ROOT .j-num{font-family:var(--ui)}
 .ROOT .j-num{text-align:right}
 .ROOT .j-bar{align-self:center;height:5px;border-radius:3px;background:var(--soft)}
 .ROOT .j-bar i{display:block;height:100%;border-radius:3px;background:var(--blue)}
@@ -68,7 +67,7 @@ table-layout:auto;color:inherit;display:table}
 border:0;border-bottom:1px solid var(--line);background:none;max-width:none;white-space:normal;
 overflow-wrap:anywhere}
 .ROOT .j-table.j-table th{font-weight:400;font-size:11px;color:var(--muted)}
-.ROOT .j-table.j-table td:not(:last-child,.j-num){min-width:7em}
+.ROOT .j-table.j-table td:not(:last-child,.j-num){min-width:9em}
 .ROOT .j-table.j-table :is(th,td).j-num{text-align:right;white-space:nowrap}
 .ROOT .j-table.j-table tr:last-child td{border-bottom:0}
 .ROOT .j-panels{display:flex;flex-wrap:wrap;gap:10px 18px;margin-top:10px}
@@ -77,13 +76,16 @@ overflow-wrap:anywhere}
 .ROOT svg{display:block;max-width:100%;height:auto;color:inherit}
 .ROOT svg text{font:10px var(--mono);fill:currentColor}
 @container (max-width:640px){
-.ROOT .j-row{grid-template-columns:minmax(0,1fr) auto auto 5.5em 3em;column-gap:10px}
+.ROOT .j-row{grid-template-columns:minmax(0,6fr) minmax(0,5fr) minmax(0,3fr) 5.5em 3em;
+column-gap:10px}
 .ROOT .j-row>.j-name{grid-column:1/4}
+.ROOT summary.j-row>.j-name{grid-column:1/3}
 .ROOT .j-row>.j-num{grid-column:4}
 .ROOT .j-row>.j-bar{grid-column:5}
 .ROOT .j-row>.j-shape{grid-row:2;grid-column:1;padding-left:1.1em}
 .ROOT .j-row>.j-dtype{grid-row:2;grid-column:2}
 .ROOT .j-row>.j-spec{grid-row:2;grid-column:3/6}
+.ROOT summary.j-row>.j-count{grid-row:1;grid-column:3;text-align:right}
 .ROOT .j-row>:empty:not(.j-bar),.ROOT .j-titles{display:none}
 }
 """

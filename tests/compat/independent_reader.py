@@ -17,6 +17,7 @@ def read(path):
     assert (manifest["a_format"], manifest["a_version"]) == ("jaxshard", 1)
     assert manifest["compression"] is None, "zstd is not in json and numpy"
     home, leaves, packs, out = f"{path}/{manifest['attempt']}", manifest["leaves"], {}, {}
+    leaves = [complete(leaf, manifest["templates"]) for leaf in leaves]
     for process in range(len(manifest["processes"])):
         packs.update(pack(home, process))
     for number, leaf in enumerate(leaves):
@@ -25,6 +26,14 @@ def read(path):
         raw = layout and stored(home, first, layout, packs)
         out[leaf["name"]] = value(leaf) if raw is None else array(leaf, layout["per_byte"], raw)
     return out
+
+
+def complete(leaf, templates):
+    """A leaf with all of its fields, also those that it has in common with others."""
+    if "template" not in leaf:
+        return leaf
+    out = {**templates[leaf["template"]], **leaf}
+    return {**out, "layout": {**out["layout"], "path": leaf.get("path", leaf["name"])}}
 
 
 def contents(file):

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import xxhash
 from hypothesis import given, settings
+from support import spelled_out
 
 from jaxshard._errors import CorruptionError, FormatError, JaxshardError, Kind
 from jaxshard._manifest import Manifest, ProcessRecord, canonical, stored_shape
@@ -85,9 +86,10 @@ def example():
 
 
 def body_of(item):
+    """The JSON, each leaf with all of its fields."""
     body = json.loads(item.to_bytes())
     del body["xxh3_128"]
-    return body
+    return spelled_out(body)
 
 
 def signed(body):
@@ -557,3 +559,56 @@ def test_junk_in_any_place_is_refused_or_harmless(data, value):
     else:
         for leaf in found.tree.leaves:
             assert leaf.layout is None or not leaf.layout.path.startswith((".", "/"))
+
+
+# Templates ----------------------------------------------------------------------------------
+
+
+def with_templates(item=None):
+    body = json.loads((item or example()).to_bytes())
+    del body["xxh3_128"]
+    return body
+
+
+def test_what_arrays_have_in_common_is_written_once():
+    leaves = tuple(array(f"a{i}") for i in range(1000))
+    root = Node("list", (), tuple(range(1000)))
+    leaves = tuple(leaf._replace(name=str(i)) for i, leaf in enumerate(leaves))
+    item = manifest(TreeSpec(root, leaves, MESHES))
+    body = with_templates(item)
+    assert len(body["templates"]) == 1
+    assert {*body["leaves"][7]} <= {"name", "digest", "template", "path"}
+    assert read(item.to_bytes()) == item
+    assert len(item.to_bytes()) < 130 * 1000
+
+
+def test_leaves_that_say_all_of_themselves_are_read_too():
+    assert read(signed(body_of(example()))) == example()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        at("templates", value=[]),
+        at("templates", value=KeyError),
+        at("templates", 0, value=None),
+        at("templates", 0, "layout", value=KeyError),
+        at("templates", 0, "layout", "tile", value=[3, 3]),
+        at("templates", 0, "value", value="0x1"),
+        at("templates", 0, "mesh", value=9),
+        at("leaves", 0, "template", value=99),
+        at("leaves", 0, "template", value=-1),
+        at("leaves", 0, "template", value=True),
+        at("leaves", 0, "template", value="0"),
+        at("leaves", 0, "path", value="../x"),
+        at("leaves", 0, "path", value=7),
+        at("leaves", 0, "digest", value=KeyError),
+        at("leaves", 0, "name", value=5),
+        at("leaves", 0, "name", value=KeyError),
+    ],
+)
+def test_templates_that_do_not_fit_are_refused(change):
+    body = with_templates()
+    change(body)
+    with pytest.raises(FormatError, match=r"ckpt/manifest\.json: "):
+        read(signed(body))
