@@ -327,7 +327,8 @@ def _array_from_json(name: str, leaf: dict[str, Any], templates: list[LeafSpec])
     path = leaf.get("path", name)
     _require(_keypaths.is_safe_path(path), "path", path)
     layout = template.layout._replace(path=path)
-    return template._replace(name=name, digest=leaf["digest"], layout=layout)
+    out: LeafSpec = template._replace(name=name, digest=leaf["digest"], layout=layout)
+    return out
 
 
 def _shape(value: Any, what: str) -> tuple[int, ...]:

@@ -357,7 +357,8 @@ def test_the_digest_of_a_leaf_is_that_of_the_page(path):
     for number, leaf in enumerate(leaves(path).values()):
         if "layout" not in leaf:
             continue
-        stored = independent_reader.stored(home, number, leaf["layout"], packs)
+        files = f"{home}/data/{leaf['layout']['path']}/c"
+        stored = independent_reader.stored(files, number, leaf["layout"], packs)
         total = sum(
             xxhash.xxh3_128_intdigest(i.to_bytes(8, "little") + digest)
             for i, digest in tiles_of(path, leaf, stored)

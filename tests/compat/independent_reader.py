@@ -16,24 +16,17 @@ def read(path):
     manifest = json.loads(contents(f"{path}/manifest.json"))
     assert (manifest["a_format"], manifest["a_version"]) == ("jaxshard", 1)
     assert manifest["compression"] is None, "zstd is not in json and numpy"
-    home, leaves, packs, out = f"{path}/{manifest['attempt']}", manifest["leaves"], {}, {}
-    leaves = [complete(leaf, manifest["templates"]) for leaf in leaves]
+    home, packs, out, common = f"{path}/{manifest['attempt']}", {}, {}, [*manifest["templates"], {}]
+    leaves = [{**common[leaf.get("template", -1)], **leaf} for leaf in manifest["leaves"]]
     for process in range(len(manifest["processes"])):
         packs.update(pack(home, process))
     for number, leaf in enumerate(leaves):
         first = leaf.get("same_as", number)
         layout = leaves[first].get("layout")
-        raw = layout and stored(home, first, layout, packs)
+        files = f"{home}/data/{leaves[first].get('path', leaves[first]['name'])}/c"
+        raw = layout and stored(files, first, layout, packs)
         out[leaf["name"]] = value(leaf) if raw is None else array(leaf, layout["per_byte"], raw)
     return out
-
-
-def complete(leaf, templates):
-    """A leaf with all of its fields, also those that it has in common with others."""
-    if "template" not in leaf:
-        return leaf
-    out = {**templates[leaf["template"]], **leaf}
-    return {**out, "layout": {**out["layout"], "path": leaf.get("path", leaf["name"])}}
 
 
 def contents(file):
@@ -66,14 +59,14 @@ def cells(shape, cell):
         yield at, tuple(slice(i * c, min(i * c + c, n)) for i, c, n in sides)
 
 
-def stored(home, number, layout, packs):
+def stored(files, number, layout, packs):
     """The stored elements of a leaf."""
     shape, piece, tile = layout["shape"], layout["piece"], layout["tile"]
     out = np.zeros(shape, element_type(layout["dtype"]))
     for i, (_, where) in enumerate(cells(shape, tile) if layout["packed"] else ()):
         out[where] = np.frombuffer(packs[number, i], out.dtype).reshape(out[where].shape)
     for at, where in () if layout["packed"] else cells(shape, piece):
-        data = contents("/".join([f"{home}/data/{layout['path']}/c", *map(str, at)]))
+        data = contents("/".join([files, *map(str, at)]))
         whole, inside, index = np.zeros(piece, out.dtype), [*cells(piece, tile)], [[0, len(data)]]
         if piece != tile:
             start = len(data) - 4 - 16 * len(inside)
