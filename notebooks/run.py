@@ -29,8 +29,8 @@ def execute(path: Path) -> Any:
     notebook = nbformat.read(path, as_version=4)
     # The notebook itself says how many devices it simulates.
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    with tempfile.TemporaryDirectory() as home:
-        home = str(Path(home).resolve())
+    with tempfile.TemporaryDirectory() as made:
+        home = str(Path(made).resolve())
         client = NotebookClient(
             notebook,
             timeout=300,
@@ -50,7 +50,7 @@ def _bundles(notebook: Any) -> Iterator[Any]:
     """The texts of all outputs, by kind; those of a stream are called `text`."""
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
-            yield output["data"] if "data" in output else output
+            yield output.get("data", output)
 
 
 def compared(notebook: Any) -> list[list[str]]:

@@ -16,10 +16,9 @@ def read(path):
     manifest = json.loads(contents(f"{path}/manifest.json"))
     assert (manifest["a_format"], manifest["a_version"]) == ("jaxshard", 1)
     assert manifest["compression"] is None, "zstd is not in json and numpy"
-    home, packs, out, common = f"{path}/{manifest['attempt']}", {}, {}, [*manifest["templates"], {}]
+    home, out, common = f"{path}/{manifest['attempt']}", {}, [*manifest["templates"], {}]
     leaves = [{**common[leaf.get("template", -1)], **leaf} for leaf in manifest["leaves"]]
-    for process in range(len(manifest["processes"])):
-        packs.update(pack(home, process))
+    packs = {k: v for p in range(len(manifest["processes"])) for k, v in pack(home, p).items()}
     for number, leaf in enumerate(leaves):
         first = leaf.get("same_as", number)
         layout = leaves[first].get("layout")
