@@ -353,7 +353,8 @@ def test_select_reads_no_byte_of_other_leaves_in_a_pack(where, model):
     _, tree = model
     jaxshard.save(where, tree)
     _, report = loaded(where, select="{params,opt}/**")
-    assert report.bytes_needed == report.bytes_read == 4000 + 12 + 20_000
+    assert report.bytes_needed == 4000 + 12 + 20_000
+    assert report.bytes_read - report.bytes_needed < 3 * 64  # padding between neighbours
     _, report = loaded(where, select="step")
     assert (report.bytes_needed, report.bytes_read) == (0, 0)
 
