@@ -34,7 +34,3 @@ class Shown:
         except Exception:  # a display must not hide the value behind a traceback
             logger.debug("no display of %s", type(self).__name__, exc_info=True)
             return None
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001  (IPython's call)
-        """What IPython writes on a terminal, and where HTML cannot be shown."""
-        printer.text(type(self).__name__ + "(...)" if cycle else str(self))

@@ -137,7 +137,7 @@ class _Page:
 
     def widths(self) -> str:
         """Widths of the columns, as the style sheet asks for them."""
-        least = {"shape": 10, "dtype": 6, "spec": 9 if self.width["spec"] else 0}
+        least = {"shape": 12, "dtype": 6, "spec": 9 if self.width["spec"] else 0}
         found = {c: min(most, max(least[c], self.width[c])) for c, most in _COLUMNS.items()}
         return ";".join(f"--{name}:{width}ch" for name, width in found.items())
 

@@ -32,9 +32,9 @@ font-size:12px;white-space:nowrap}
 .ROOT .j-bad{color:var(--bad);border-color:currentColor}
 .ROOT .j-facts{display:flex;flex-wrap:wrap;gap:6px 24px;margin:8px 0 0;padding:0}
 .ROOT .j-facts>div{min-width:0;max-width:100%}
-.ROOT .j-facts dt{float:none;width:auto;font-weight:400;font-size:11px;color:var(--muted);
-margin:0;padding:0}
-.ROOT .j-facts dd{margin:0;padding:0;overflow-wrap:anywhere}
+.ROOT .j-facts :is(dt,dd){display:block;float:none;width:auto;margin:0;padding:0}
+.ROOT .j-facts dt{font-weight:400;font-size:11px;color:var(--muted)}
+.ROOT .j-facts dd{overflow-wrap:anywhere}
 .ROOT .j-mono{font:12px var(--mono)}
 .ROOT .j-tree{margin-top:10px;border-top:1px solid var(--line);padding-top:4px}
 .ROOT .j-row{display:grid;align-items:baseline;column-gap:14px;padding:1px 4px;border-radius:3px;
