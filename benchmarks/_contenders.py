@@ -102,26 +102,23 @@ class _Orbax:
     def expected(self) -> dict[str, Any]:
         return _states.named_leaves(self.state)
 
-    def _checkpointer(self) -> Any:
-        raise NotImplementedError
+    def _handler(self) -> Any:
+        return self.ocp.PyTreeCheckpointHandler()
 
-    def _async_checkpointer(self) -> Any:
-        raise NotImplementedError
+    def _checkpointer(self) -> Any:
+        return self.ocp.Checkpointer(self._handler())
 
     @functools.cached_property
     def _background(self) -> Any:
-        return self._async_checkpointer()  # once, as in a training loop
+        return self.ocp.AsyncCheckpointer(self._handler())  # once, as in a training loop
 
     def save(self, path: str) -> None:
         with self._checkpointer() as checkpointer:
             checkpointer.save(path, self.state)
 
     def save_async(self, path: str) -> Any:
-        self._background.save(path, self._save_args())
+        self._background.save(path, args=self.ocp.args.PyTreeSave(self.state))
         return self._background.wait_until_finished
-
-    def _save_args(self) -> Any:
-        return self.ocp.args.PyTreeSave(self.state)
 
     def load(self, path: str, mesh: tuple[int, ...]) -> Any:
         import jax
@@ -143,24 +140,23 @@ class _Orbax:
         with self.ocp.Checkpointer(self._handler()) as checkpointer:
             return jax.block_until_ready(checkpointer.restore(path, args=wanted))
 
-    def _handler(self) -> Any:
-        return self.ocp.PyTreeCheckpointHandler()
-
     def version(self) -> str:
         return str(self.ocp.__version__)
 
 
 class OrbaxDefault(_Orbax):
-    """`StandardCheckpointer`: OCDBT, zstd."""
+    """`StandardCheckpointer`: OCDBT, zstd. A part is read with the handler that can read parts."""
 
     def _checkpointer(self) -> Any:
         return self.ocp.StandardCheckpointer()
 
-    def _async_checkpointer(self) -> Any:
-        return self.ocp.AsyncCheckpointer(self.ocp.StandardCheckpointHandler())
+    @functools.cached_property
+    def _background(self) -> Any:
+        return self._checkpointer()  # it saves behind the call as it is
 
-    def _save_args(self) -> Any:
-        return self.ocp.args.StandardSave(self.state)
+    def save_async(self, path: str) -> Any:
+        self._background.save(path, self.state)
+        return self._background.wait_until_finished
 
     def _load(self, path: str, like: Any) -> Any:
         with self._checkpointer() as checkpointer:
@@ -177,12 +173,6 @@ class OrbaxTuned(_Orbax):
         return self.ocp.PyTreeCheckpointHandler(
             use_ocdbt=False, use_zarr3=True, use_compression=False
         )
-
-    def _checkpointer(self) -> Any:
-        return self.ocp.Checkpointer(self._handler())
-
-    def _async_checkpointer(self) -> Any:
-        return self.ocp.AsyncCheckpointer(self._handler())
 
 
 class OrbaxV1(_Orbax):

@@ -76,7 +76,7 @@ def _jaxshard(path: str) -> Callable[[Any], Any]:
     """Do the imports; what restores the state of a job, or makes and saves it."""
     import jax
     import optax  # noqa: F401  (what a training script imports)
-    from flax import nnx  # noqa: F401
+    from flax import nnx  # noqa: F401  (what a training script imports)
 
     import jaxshard
 
@@ -98,7 +98,7 @@ def _orbax(path: str) -> Callable[[Any], Any]:
     import jax
     import optax  # noqa: F401  (what a training script imports)
     import orbax.checkpoint as ocp
-    from flax import nnx  # noqa: F401
+    from flax import nnx  # noqa: F401  (what a training script imports)
 
     absl.logging.set_verbosity(absl.logging.ERROR)
     jax.devices()

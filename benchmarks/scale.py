@@ -84,7 +84,7 @@ def _leaf_specs(count: int, partitions: tuple[int, int]) -> Iterator[Any]:
 
     options = SaveOptions()
     layout = functools.partial(
-        _saving._layout,  # noqa: SLF001  (the plan of a mesh that is not there has no other door)
+        _saving.layout_for,
         "float32",
         partitions=partitions,
         piece_bytes_max=options.piece_bytes_max,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxshard._prune import PruneReport, prune
     from jaxshard._reader import Checkpoint, LeafInfo
     from jaxshard._resume import ResumeManager
-    from jaxshard._run import Run, open  # noqa: A004
+    from jaxshard._run import Run, open  # noqa: A004  (jaxshard.open, as in gzip.open)
     from jaxshard._saving import SaveReport
     from jaxshard._stats import LeafStats, StatsReport, stats
     from jaxshard._verify import VerifyReport, verify

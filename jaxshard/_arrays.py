@@ -1,9 +1,10 @@
 """jax.Arrays, NumPy arrays and scalars <-> plain descriptions, local boxes and host buffers.
 
-The only room that reads shardings. All host-side steps are NumPy, so that they work under any
-`jax.set_mesh`, mesh context or Explicit axes. What the public API cannot do is taken from
-`jax._src`, in `_assemble` only: a weak-typed or uncommitted array from its shards without an
-operation on the device. Tried with jax 0.8.1 to 0.10.2.
+With `_placement` the only room that reads shardings. All host-side steps are NumPy, so that they
+work under any `jax.set_mesh`, mesh context or Explicit axes. What the public API cannot do is taken
+from `jax._src`, here alone: a weak-typed or uncommitted array from its shards without an operation
+on the device, and the mesh of a `with` block. Tried with jax 0.8.1 to 0.10.2. Imported where it is
+used, so that a JAX that has moved it breaks nothing else.
 """
 
 import contextlib
@@ -12,27 +13,24 @@ import functools
 import os
 import platform
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxshard import _dtypes
 from jaxshard._boxes import Box
-from jaxshard._patterns import first_match
 from jaxshard._spec import INLINE_BYTES_MAX, LeafSpec, MeshSpec, encode_value
 
 Array = np.ndarray[Any, Any]
-Rules = Sequence[tuple[str, PartitionSpec]]
 _SCALARS = {bool: "bool", int: "int", float: "float", complex: "complex", str: "str",
             bytes: "bytes", type(None): "none"}  # fmt: skip
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 # Objects that are told by what they are and hold nothing; recorded like functions.
 _IDENTITIES = {"equinox.nn._stateful._Sentinel"}
-_WIDE = {"int64", "uint64", "float64", "complex128"}
 
 
 class Described(NamedTuple):
@@ -124,7 +122,7 @@ def _describe_numpy(name: str, value: Array) -> Described | str:
     return Described(spec, None)
 
 
-def _flag(name: str) -> Any:
+def flag(name: str) -> Any:
     return getattr(jax.config, name)
 
 
@@ -135,7 +133,7 @@ def _is_key(value: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_key_dtype(dtype: Any) -> bool:
     return bool(
-        jax.dtypes.issubdtype(  # type: ignore[attr-defined]
+        jax.dtypes.issubdtype(  # type: ignore[attr-defined]  # public, but not in its stubs
             dtype, jax.dtypes.prng_key
         )
     )
@@ -204,6 +202,7 @@ def _plain_sharding(
 
 def _base(value: jax.Array) -> Any:
     """The array of uint32 words below a key array; any other array itself."""
+    # jax.random.key_data would be an operation on the device, and lose the shards.
     return value._base_array if _is_key(value) else value  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -239,7 +238,7 @@ def shards(spec: LeafSpec, value: Any) -> Shards:
     shape = spec.array_shape or ()
     if isinstance(value, jax.Array):
         base = _base(value)
-        boxes, places = _distinct(base.sharding, shape)
+        boxes, places = distinct_boxes(base.sharding, shape)
         data = [base] if base.is_fully_replicated else list(map(base.addressable_data, places))
         # np.asarray of one shard on CPU is a view that JAX keeps no reference to.
         views = is_view(spec, value)
@@ -252,13 +251,16 @@ def shards(spec: LeafSpec, value: Any) -> Shards:
 
 
 @functools.lru_cache(maxsize=1024)
-def _distinct(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+def distinct_boxes(
+    sharding: Any, shape: tuple[int, ...]
+) -> tuple[tuple[Box, ...], tuple[int, ...]]:
     """Boxes of the distinct shards, and where `addressable_data` has each.
 
     Remembered, since `addressable_shards` asks anew for each array: the boxes of 2,000 arrays on 8
     devices took 0.2 s of the 0.25 s in which all are seen. (benchmarks/blocking.py, leaves8)
     """
     places: dict[Box, int] = {}
+    # In the order of the devices, as `addressable_data` counts.
     for place, index in enumerate(sharding.addressable_devices_indices_map(shape).values()):
         places.setdefault(Box.from_slices(index, shape), place)
     return tuple(places), tuple(places.values())
@@ -267,7 +269,7 @@ def _distinct(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], t
 def _copy(data: Any) -> Array:
     """The elements of one shard, copied to host memory; JAX does not keep the copy."""
     # np.asarray caches a copy on the array that it is asked for; this one is gone at once.
-    return np.asarray(_assemble(data, weak_type=False, committed=True))
+    return np.asarray(assemble(data, weak_type=False, committed=True))
 
 
 def is_view(spec: LeafSpec, value: Any) -> bool:
@@ -282,192 +284,25 @@ def _on_cpu(sharding: Any) -> bool:
     return all(d.platform == "cpu" for d in sharding.device_set)
 
 
-# Loading: where a leaf goes ------------------------------------------------------------------
+def assemble(array: Any, *, weak_type: bool, committed: bool) -> Any:
+    """The same buffers under another aval or commitment, without an operation on the device."""
+    from jax._src.array import ArrayImpl  # noqa: PLC0415  (see the head of this room)
+    from jax._src.core import ShapedArray  # noqa: PLC0415  (see the head of this room)
 
-
-class Target(NamedTuple):
-    """Where one loaded leaf goes; `sharding` is None for NumPy."""
-
-    sharding: Any
-    committed: bool
-    weak_type: bool
-
-
-@contextlib.contextmanager
-def _reason(into: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, LookupError) as e:
-        into.append(str(e).splitlines()[0])
-
-
-def require_placement(mesh: Any, rules: Any) -> None:
-    """Refuse arguments that are no mesh and no rules (TypeError)."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"mesh: expected a jax.sharding.Mesh, found {type(mesh).__name__}\n"
-            'hint: jax.make_mesh((2, 4), ("data", "model"))'
-        )
-    pairs = isinstance(rules, (list, tuple)) and all(
-        isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)
-        for rule in rules
-    )
-    if rules is not None and not pairs:
-        raise TypeError(
-            f"rules: expected a list of (pattern, PartitionSpec), found {rules!r:.80}\n"
-            'hint: rules=[("**/kernel", PartitionSpec(None, "model"))]'
-        )
+    aval = ShapedArray(array.shape, array.dtype, weak_type=weak_type, sharding=array.aval.sharding)
+    parts = [shard.data for shard in array.addressable_shards]
+    return ArrayImpl(aval, array.sharding, parts, committed=committed)
 
 
 def current_mesh() -> Mesh | None:
     """The mesh of `jax.set_mesh` or `with mesh:`, if there is one."""
     # jax.sharding.get_mesh() answers for set_mesh only, and raises inside jit.
-    from jax._src import mesh as mesh_lib  # noqa: PLC0415  (jax 0.8.1 to 0.10.2)
+    from jax._src import mesh as mesh_lib  # noqa: PLC0415  (see the head of this room)
 
     for mesh in (mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env.physical_mesh):
         if mesh is not None and not mesh.empty:
             return mesh
     return None
-
-
-def target(
-    saved: LeafSpec,
-    saved_mesh: MeshSpec | None,
-    like: Any,
-    *,
-    mesh: Mesh | None,
-    rules: Rules | None,
-    name: str,
-) -> Target | str:
-    """Where one leaf goes, or what keeps it from going there.
-
-    Args:
-      saved: the leaf in the checkpoint.
-      saved_mesh: the mesh it lay on.
-      like: the value in `like`, or None where there is no `like`.
-      mesh: the mesh the caller gave.
-      rules: patterns and partition specs that the caller gave.
-      name: name of the leaf after renaming.
-    """
-    rule = first_match(list(rules or ()), name)
-    weak = saved.weak_type
-    if isinstance(like, np.ndarray):
-        return Target(None, committed=False, weak_type=False)
-    if like is None:
-        placed = (mesh is not None and saved.container == "jax") or rule is not None
-        if not placed and saved.kind != "key":
-            return Target(None, committed=False, weak_type=False)
-    elif isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
-        weak = bool(getattr(like, "weak_type", False))
-    found = _sharding(saved, saved_mesh, like, mesh, rule)
-    if isinstance(found, str):
-        return found
-    sharding, committed = found
-    if saved.kind != "key" and saved.dtype in _WIDE and not _flag("jax_enable_x64"):
-        return f"saved {saved.describe()}, but 64-bit types are off (jax_enable_x64=True keeps it)"
-    reasons: list[str] = []
-    with _reason(reasons):
-        sharding.shard_shape(saved.shape)
-        return Target(sharding, committed, weak)
-    return f"saved {saved.describe()} does not fit the wanted sharding: {reasons[0]}"
-
-
-def _sharding(
-    saved: LeafSpec, saved_mesh: MeshSpec | None, like: Any, mesh: Mesh | None, rule: Any
-) -> tuple[Any, bool] | str:
-    """(sharding, committed) in the order that the documentation of `load` gives."""
-    wanted = like.sharding if isinstance(like, (jax.Array, jax.ShapeDtypeStruct)) else None
-    known = mesh if mesh is not None else current_mesh()
-    if isinstance(wanted, NamedSharding) and isinstance(wanted.mesh, AbstractMesh):
-        return _on_known_mesh(wanted, known)
-    if wanted is not None:
-        return wanted, is_committed(like)
-    if rule is not None:
-        if known is None:
-            return "a rule gives a PartitionSpec, but there is no mesh (mesh=, or jax.set_mesh)"
-        return _named(known, rule, saved.memory_kind, "the rule")
-    if known is not None:
-        spec = PartitionSpec(*(saved.spec or ()))  # type: ignore[no-untyped-call]
-        return _named(known, spec, saved.memory_kind, "the saved spec")
-    default = _flag("jax_default_device")
-    device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
-    kind = saved.memory_kind if saved.memory_kind in _memory_kinds(device) else None
-    return SingleDeviceSharding(device, memory_kind=kind), saved.committed and saved_mesh is None
-
-
-def _on_known_mesh(wanted: NamedSharding, known: Mesh | None) -> tuple[Any, bool] | str:
-    """A spec on an AbstractMesh, put on the concrete mesh that it stands for."""
-    asked = dict(wanted.mesh.shape)
-    if known is None:
-        return f"like is on an abstract mesh {asked}, but there is no mesh (mesh=, or jax.set_mesh)"
-    if dict(known.shape) != asked:
-        return f"like is on an abstract mesh {asked}, but the mesh is {dict(known.shape)}"
-    return NamedSharding(known, wanted.spec, memory_kind=wanted.memory_kind), True
-
-
-def _named(mesh: Mesh, spec: Any, memory_kind: str | None, whose: str) -> tuple[Any, bool] | str:
-    axes = [a for part in spec for a in (part if isinstance(part, tuple) else (part,)) if a]
-    absent = [a for a in axes if a not in mesh.shape]
-    if absent:
-        have = ", ".join(map(str, mesh.axis_names))
-        return f"{whose} has the axis {absent[0]!r}, which the mesh lacks (it has: {have})"
-    kind = memory_kind if memory_kind in _memory_kinds(mesh.devices.flat[0]) else None
-    reasons: list[str] = []
-    with _reason(reasons):
-        return NamedSharding(mesh, spec, memory_kind=kind), True
-    return f"{whose} does not fit the mesh: {reasons[0]}"
-
-
-@functools.lru_cache(maxsize=256)
-def _memory_kinds(device: Any) -> frozenset[str]:
-    return frozenset(m.kind for m in device.addressable_memories())
-
-
-def wanted_boxes(spec: LeafSpec, target: Target) -> list[Box]:
-    """Distinct boxes of a leaf that this process's devices need; the whole for NumPy."""
-    shape = spec.array_shape or ()
-    if target.sharding is None:
-        return [Box.whole(shape)]
-    return list(_distinct(target.sharding, shape)[0])
-
-
-# Loading: buffers to arrays ------------------------------------------------------------------
-
-
-def to_array(spec: LeafSpec, target: Target, buffers: dict[Box, Array], *, donatable: bool) -> Any:
-    """The leaf, from host buffers of `wanted_boxes` in the wanted dtype.
-
-    Buffers that are 64-byte aligned become the array on CPU without a copy; nobody may write into
-    them afterwards. With `donatable` the array owns device memory of its own.
-    """
-    shape = spec.array_shape or ()
-    if target.sharding is None:
-        return buffers[Box.whole(shape)]
-    by_offset = {box.offset: buffer for box, buffer in buffers.items()}
-    array = jax.make_array_from_callback(
-        shape,
-        target.sharding,
-        lambda index: by_offset[tuple([part.start or 0 for part in index or ()])],
-    )
-    if donatable:
-        # Only of a jax.Array does device_put honour may_alias; of NumPy memory it keeps aliases.
-        array = jax.device_put(array, target.sharding, may_alias=False)
-    if target.weak_type or not target.committed:
-        array = _assemble(array, weak_type=target.weak_type, committed=target.committed)
-    if spec.kind == "key":
-        with jax.ensure_compile_time_eval():  # a value also inside jit, as the other leaves are
-            return jax.random.wrap_key_data(array, impl=spec.key_impl)
-    return array
-
-
-def _assemble(array: Any, *, weak_type: bool, committed: bool) -> Any:
-    """The same buffers under another aval or commitment, without an operation on the device."""
-    from jax._src.array import ArrayImpl  # noqa: PLC0415
-    from jax._src.core import ShapedArray  # noqa: PLC0415
-
-    aval = ShapedArray(array.shape, array.dtype, weak_type=weak_type, sharding=array.aval.sharding)
-    parts = [shard.data for shard in array.addressable_shards]
-    return ArrayImpl(aval, array.sharding, parts, committed=committed)
 
 
 def transfers_allowed() -> contextlib.AbstractContextManager[None]:
@@ -502,9 +337,9 @@ def environment() -> dict[str, Any]:
         "device_kind": jax.local_devices()[0].device_kind,
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
-        "enable_x64": bool(_flag("jax_enable_x64")),
-        "threefry_partitionable": bool(_flag("jax_threefry_partitionable")),
-        "default_prng_impl": str(_flag("jax_default_prng_impl")),
-        "default_matmul_precision": _flag("jax_default_matmul_precision"),
+        "enable_x64": bool(flag("jax_enable_x64")),
+        "threefry_partitionable": bool(flag("jax_threefry_partitionable")),
+        "default_prng_impl": str(flag("jax_default_prng_impl")),
+        "default_matmul_precision": flag("jax_default_matmul_precision"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }

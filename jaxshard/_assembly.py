@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from jaxshard import _dtypes, _plan, _tensors
 from jaxshard._boxes import Box
-from jaxshard._source import layout_of
-from jaxshard._spec import LeafSpec
+from jaxshard._spec import LeafSpec, layout_of
 from jaxshard._tensors import Array
 
 

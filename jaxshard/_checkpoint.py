@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxshard import _arrays, _loading, _saving, _snapshot, _writing
+from jaxshard import _arrays, _loading, _placement, _saving, _snapshot, _writing
 from jaxshard._errors import StorageTimeoutError, size_text
 from jaxshard._options import LoadOptions, SaveOptions
 from jaxshard._reader import open_checkpoint
@@ -244,7 +244,7 @@ class PendingSave:
             self._error = e
             if not self._owned:
                 _remember(self)
-            logger.error("saving %s failed: %s", self.path, e)  # noqa: TRY400
+            logger.error("saving %s failed: %s", self.path, e)  # noqa: TRY400  (whoever gets it has the traceback)
         finally:
             self._budget.close()
             self._staged = queue.SimpleQueue()  # drops the views of what was not written
@@ -408,7 +408,7 @@ def load(
     """
     raise_background_errors()
     _saving.require_one_process()
-    _arrays.require_placement(mesh, rules)
+    _placement.require_placement(mesh, rules)
     request = _loading.LoadArguments(
         mesh=mesh,
         rules=rules,

@@ -10,8 +10,7 @@ from jaxshard._boxes import Box
 from jaxshard._errors import bullet_list
 from jaxshard._reader import Checkpoint, open_checkpoint
 from jaxshard._registry import Shown
-from jaxshard._source import layout_of
-from jaxshard._spec import LeafSpec
+from jaxshard._spec import LeafSpec, layout_of
 from jaxshard._store import PathLike
 
 _BLOCK_BYTES = 16 << 20

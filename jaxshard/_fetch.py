@@ -15,8 +15,8 @@ from jaxshard import _dtypes, _plan, _slabs, _tensors, _transfer
 from jaxshard._assembly import Assembly, Want
 from jaxshard._errors import CheckpointReplacedError, CorruptionError
 from jaxshard._packs import PackReader
-from jaxshard._source import HINT, Source, layout_of, not_what_was_written
-from jaxshard._spec import LeafSpec
+from jaxshard._source import HINT, Source, not_what_was_written
+from jaxshard._spec import LeafSpec, layout_of
 from jaxshard._tensors import Array, IoMode
 from jaxshard._transfer import Request
 

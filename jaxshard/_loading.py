@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxshard import _arrays, _assembly, _cast, _fetch, _match, _source, _trees
+from jaxshard import _arrays, _assembly, _cast, _fetch, _match, _placement, _source, _trees
 from jaxshard._boxes import Box
 from jaxshard._errors import LeafMismatchError, bullet_list, counted
 from jaxshard._options import LoadOptions, LoadReport
@@ -30,7 +30,7 @@ class LoadArguments:
     """The arguments of a load; see `jaxshard.load`."""
 
     mesh: Any = None
-    rules: _arrays.Rules | None = None
+    rules: _placement.Rules | None = None
     select: Select = None
     rename: Mapping[str, str] | None = None
     cast: bool = False
@@ -43,7 +43,7 @@ class _Slot:
     """One array to read, and the leaves that it fills (several if they are the same array)."""
 
     saved: int
-    target: _arrays.Target
+    target: _placement.Target
     dtype: str
     fills: list[int]
     boxes: list[Box]
@@ -74,10 +74,12 @@ class _Load:
             self.values[fills] = decode_value(leaf)
             return
         if leaf.kind in {"str", "bytes"}:
-            target: _arrays.Target | str = _arrays.Target(None, committed=False, weak_type=False)
+            target: _placement.Target | str = _placement.Target(
+                None, committed=False, weak_type=False
+            )
         else:
             mesh = None if leaf.mesh is None else self.tree.meshes[leaf.mesh]
-            target = _arrays.target(
+            target = _placement.target(
                 self._as_wanted(leaf, wanted),
                 mesh,
                 like,
@@ -93,7 +95,7 @@ class _Load:
             dtype = wanted.dtype
         key = (self.source.resolve(saved), target, dtype)
         if key not in self._slots:
-            boxes = _arrays.wanted_boxes(leaf, target)
+            boxes = _placement.wanted_boxes(leaf, target)
             self._slots[key] = _Slot(saved, target, dtype, [], boxes)
         self._slots[key].fills.append(fills)
         if dtype != leaf.dtype:
@@ -174,7 +176,7 @@ class _Load:
         if leaf.kind in {"str", "bytes"}:
             return _arrays.text_of(leaf, buffers[slot.boxes[0]])
         donatable = self.request.options.donatable
-        return _arrays.to_array(leaf, slot.target, buffers, donatable=donatable)
+        return _placement.to_array(leaf, slot.target, buffers, donatable=donatable)
 
     def _release(self, numbers: list[int]) -> None:
         for number in numbers:

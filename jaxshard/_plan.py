@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxshard._boxes import Box, Lattice
-from jaxshard._spec import Layout, LeafSpec
+from jaxshard._spec import Layout, LeafSpec, layout_of
 
 PACK_ALIGN = 64
 CHECKSUM_BYTES = 4
@@ -78,7 +78,7 @@ class ProcessPlan:
     def each_piece(self, leaves: Sequence[LeafSpec]) -> Iterator[Piece]:
         """The pieces with their boxes."""
         for leaf, number, nbytes in self.pieces.tolist():
-            box = piece_lattice(_layout(leaves[leaf])).box(number)
+            box = piece_lattice(layout_of(leaves[leaf])).box(number)
             yield Piece(leaf, number, box, nbytes)
 
     def stretches(self) -> list[list[Stretch]]:
@@ -146,7 +146,7 @@ class SavePlan:
         leaves: list[int] = []
         numbers, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for leaf, rows in _by_leaf(pieces):
-            layout = _layout(self.leaves[leaf])
+            layout = layout_of(self.leaves[leaf])
             tiles = pieces["number"][rows]
             nbytes = pieces["nbytes"][rows]
             if layout.tile != layout.piece:
@@ -287,11 +287,6 @@ def _dealt(
 def _aligned(nbytes: Any) -> Any:
     """Rounded up to where an entry may begin; of one number or of a column."""
     return -(-nbytes // PACK_ALIGN) * PACK_ALIGN
-
-
-def _layout(leaf: LeafSpec) -> Layout:
-    assert leaf.layout is not None, leaf.name
-    return leaf.layout
 
 
 def piece_lattice(layout: Layout) -> Lattice:

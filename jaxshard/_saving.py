@@ -30,9 +30,10 @@ from jaxshard._errors import (
 )
 from jaxshard._options import SaveOptions
 from jaxshard._registry import Shown
-from jaxshard._spec import Layout, LeafSpec, TreeSpec
+from jaxshard._spec import Layout, LeafSpec, TreeSpec, stored_shape
 from jaxshard._store import Store, storage_errors
 
+PACK_BUFFERS = 4  # files of a pack in memory: one is filled while the others are written
 _WINDOW_BYTES = 128 << 20  # of pieces in flight; TensorStore copies those with narrow tiles
 
 
@@ -123,7 +124,8 @@ def prepare(
     with storage_errors("looking at", store.url):
         _commit.require_writable(store, overwrite=overwrite)
     leaves = _with_layouts(flat.spec.leaves, flat.values, options)
-    segment = min(_plan.PACK_SEGMENT_BYTES, max(_plan.PACK_ALIGN, _window_bytes(options) // 2))
+    share = _window_bytes(options) // PACK_BUFFERS
+    segment = min(_plan.PACK_SEGMENT_BYTES, max(_plan.PACK_ALIGN, share))
     plan = _plan.plan_save(leaves, [None] * len(leaves), segment_bytes_max=segment).of(0)
     return SaveJob(
         store=store,
@@ -173,7 +175,7 @@ def _with_layouts(
     paths = _keypaths.storage_paths(leaves[i].name for i in stored)
     piece_bytes_max, pack_below = _piece_bytes_max(options), options.pack_below
     layouts = {
-        i: _layout(
+        i: layout_for(
             str(leaves[i].dtype),
             leaves[i].array_shape or (),
             _arrays.partitions(leaves[i], values[i]),
@@ -186,7 +188,7 @@ def _with_layouts(
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(
+def layout_for(
     dtype: str,
     shape: tuple[int, ...],
     partitions: tuple[int, ...],
@@ -199,11 +201,11 @@ def _layout(
         per_byte = 1  # boxes would not fall on byte edges
     stored_type = _dtypes.stored_dtype(dtype)
     itemsize = _dtypes.numpy_dtype(stored_type).itemsize
-    stored_shape = _manifest.stored_shape(shape, per_byte)
-    piece, tile = _grid.choose(stored_shape, partitions, itemsize, piece_bytes_max=piece_bytes_max)
-    piece_bytes = itemsize * math.prod(min(p, n) for p, n in zip(piece, stored_shape, strict=True))
+    stored = stored_shape(shape, per_byte)
+    piece, tile = _grid.choose(stored, partitions, itemsize, piece_bytes_max=piece_bytes_max)
+    piece_bytes = itemsize * math.prod(min(p, n) for p, n in zip(piece, stored, strict=True))
     packed = piece_bytes < pack_below
-    return Layout("", stored_type, per_byte, stored_shape, piece, tile, packed)
+    return Layout("", stored_type, per_byte, stored, piece, tile, packed)
 
 
 def report(job: SaveJob, *, blocked_s: float | None = None) -> SaveReport:

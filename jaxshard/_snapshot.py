@@ -18,8 +18,7 @@ import numpy as np
 from jaxshard import _arrays, _plan, _tensors
 from jaxshard._boxes import Box
 from jaxshard._plan import Piece, ProcessPlan, Stretch
-from jaxshard._source import layout_of
-from jaxshard._spec import Layout, LeafSpec
+from jaxshard._spec import Layout, LeafSpec, layout_of
 
 Array = np.ndarray[Any, Any]
 _CGROUP = "/sys/fs/cgroup"

@@ -14,7 +14,7 @@ from jaxshard import _plan
 from jaxshard._boxes import Lattice
 from jaxshard._errors import CorruptionError, Kind
 from jaxshard._manifest import FILE, Manifest
-from jaxshard._spec import Layout, LeafSpec
+from jaxshard._spec import LeafSpec, layout_of
 from jaxshard._store import Store
 from jaxshard._table import Table, digest_of
 
@@ -282,9 +282,3 @@ def pack_dir(attempt: str, process: int) -> str:
 def pack_file(attempt: str, process: int, segment: int) -> str:
     """Key of one file of a pack."""
     return f"{pack_dir(attempt, process)}/c/{segment}"
-
-
-def layout_of(leaf: LeafSpec) -> Layout:
-    """The layout of a leaf that is stored as an array."""
-    assert leaf.layout is not None, leaf.name
-    return leaf.layout

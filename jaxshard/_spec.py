@@ -110,6 +110,19 @@ class LeafSpec(NamedTuple):
         return {"none": "None", "function": "a function"}.get(self.kind, f"Python {self.kind}")
 
 
+def stored_shape(array_shape: tuple[int, ...], per_byte: int) -> tuple[int, ...]:
+    """Shape in stored elements: the last axis is packed `per_byte` to one."""
+    if per_byte == 1 or not array_shape:
+        return array_shape
+    return (*array_shape[:-1], math.ceil(array_shape[-1] / per_byte))
+
+
+def layout_of(leaf: LeafSpec) -> Layout:
+    """The layout of a leaf that is stored as an array."""
+    assert leaf.layout is not None, leaf.name
+    return leaf.layout
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
     """A container: its type, its typed keys, and its children (nodes, or numbers of leaves)."""

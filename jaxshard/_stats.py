@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _plan, _slabs, _source
+from jaxshard import _plan, _slabs
 from jaxshard._boxes import Box
 from jaxshard._errors import size_text
 from jaxshard._reader import Checkpoint, LeafInfo, open_checkpoint, select_leaves
 from jaxshard._registry import Shown
-from jaxshard._spec import Layout
+from jaxshard._spec import Layout, layout_of
 from jaxshard._store import PathLike
 
 _BLOCK_BYTES = 16 << 20  # read at once, as stored
@@ -150,7 +150,7 @@ def _stored_once(wanted: list[LeafInfo]) -> list[LeafInfo]:
 
 
 def _layout(checkpoint: Checkpoint, info: LeafInfo) -> Layout:
-    return _source.layout_of(checkpoint.leaf_spec(info.name))
+    return layout_of(checkpoint.leaf_spec(info.name))
 
 
 def _blocks(checkpoint: Checkpoint, info: LeafInfo) -> Iterator[tuple[Any, int]]:

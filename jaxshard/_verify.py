@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxshard import _assembly, _fetch, _plan, _slabs, _source, _table, _tensors, _zarr
-from jaxshard._boxes import Box
 from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted, size_text
 from jaxshard._fetch import raise_if_replaced
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._reader import open_checkpoint
 from jaxshard._registry import Shown
-from jaxshard._spec import LeafSpec
+from jaxshard._spec import LeafSpec, layout_of
 from jaxshard._store import PathLike, Store, open_store, storage_errors
 
 _BLOCK_BYTES = 16 << 20
@@ -157,7 +156,7 @@ class _Check:
     @functools.cached_property
     def _total(self) -> int:
         """Bytes of data that there are to read."""
-        filed = sum(_source.layout_of(leaf).nbytes for _, leaf in self._filed())
+        filed = sum(layout_of(leaf).nbytes for _, leaf in self._filed())
         return filed + sum(table.segments * table.segment_bytes for table in self._tables())
 
     def _progress(self, nbytes: int) -> None:
@@ -191,7 +190,7 @@ class _Check:
 
     def _metadata_files(self) -> Iterator[tuple[str, bytes]]:
         filed = [leaf for _, leaf in self._filed()]
-        layouts = [_source.layout_of(leaf) for leaf in filed]
+        layouts = [layout_of(leaf) for leaf in filed]
         group = _zarr.to_bytes(_zarr.group_metadata())
         for path in _zarr.group_paths(layouts):
             yield f"{self.attempt}/data/{path}/zarr.json".replace("//", "/"), group
@@ -235,7 +234,7 @@ class _Check:
                 )  # fmt: skip
 
     def _digests(self, number: int, leaf: LeafSpec) -> Iterator[tuple[int, bytes]]:
-        layout = _source.layout_of(leaf)
+        layout = layout_of(leaf)
         if layout.packed:
             digests = self.source.entries.digest[self.source.packed_rows(number)]
             yield from enumerate(map(bytes, digests.tolist()))
@@ -251,13 +250,16 @@ class _Check:
         for number, leaf in self._filed():
             if number in self.unsound:
                 continue
-            layout = _source.layout_of(leaf)
+            layout = layout_of(leaf)
             lattice = _plan.piece_lattice(layout)
+            whole = []
             for piece in range(lattice.size):
                 file = _tensors.piece_file(self.attempt, layout, lattice.position(piece))
                 self.expected.add(file)
-                if self._length_is_right(number, leaf, piece, file) and read_data:
-                    self._read_piece(number, leaf, piece, lattice.box(piece), file)
+                if self._length_is_right(number, leaf, piece, file):
+                    whole.append((piece, file))
+            if read_data:
+                self._read_pieces(number, leaf, whole)
 
     def _length_is_right(self, number: int, leaf: LeafSpec, piece: int, file: str) -> bool:
         found = self.store.size(file)
@@ -276,23 +278,35 @@ class _Check:
             self._problem("length", file, message, leaf.name, piece)
         return found == expected
 
-    def _read_piece(self, number: int, leaf: LeafSpec, piece: int, box: Box, file: str) -> None:
-        layout = _source.layout_of(leaf)
-        blocks = _slabs.blocks(layout, box, _BLOCK_BYTES)
+    def _read_pieces(self, number: int, leaf: LeafSpec, pieces: list[tuple[int, str]]) -> None:
+        """Read pieces at the same time; if something is wrong, one by one, to see with which."""
+        before = self._done
+        try:
+            self._fetch(number, leaf, [piece for piece, _ in pieces])
+        except CorruptionError as e:
+            if len(pieces) == 1:
+                (piece, file), text = pieces[0], str(e)
+                kind = "misplaced" if "another one's place" in text else "damaged"
+                self._problem(kind, file, text.splitlines()[0], leaf.name, piece)
+                return
+            self._done = before
+            for one in pieces:
+                self._read_pieces(number, leaf, [one])
+
+    def _fetch(self, number: int, leaf: LeafSpec, pieces: list[int]) -> None:
+        layout = layout_of(leaf)
+        boxes = [_plan.piece_lattice(layout).box(piece) for piece in pieces]
         wants = [
             _assembly.Want(
                 number,
-                [_plan.element_box(b, layout, leaf.array_shape or ())],
-                functools.partial(self._verified, b.size * layout.itemsize),
+                [_plan.element_box(block, layout, leaf.array_shape or ())],
+                functools.partial(self._verified, block.size * layout.itemsize),
             )
-            for b in blocks
+            for box in boxes
+            for block in _slabs.blocks(layout, box, _BLOCK_BYTES)
         ]
-        try:
-            _fetch.fetch(self.source, wants, host_bytes_max=8 * _BLOCK_BYTES, io_mode="pread")
-            self.nbytes += box.size * layout.itemsize
-        except CorruptionError as e:
-            kind = "misplaced" if "another one's place" in str(e) else "damaged"
-            self._problem(kind, file, str(e).splitlines()[0], leaf.name, piece)
+        _fetch.fetch(self.source, wants, host_bytes_max=8 * _BLOCK_BYTES, io_mode="pread")
+        self.nbytes += sum(box.size for box in boxes) * layout.itemsize
 
     def _verified(self, nbytes: int, _: Any) -> None:
         """Verified values are not kept."""
@@ -350,7 +364,7 @@ class _Check:
         leftovers = []
         # Where nothing is known about what should be there, nothing is too much.
         leaves = [self.manifest.tree.leaves[number] for number in self.unsound]
-        unknown = tuple(f"{self.attempt}/data/{_source.layout_of(leaf).path}/" for leaf in leaves)
+        unknown = tuple(f"{self.attempt}/data/{layout_of(leaf).path}/" for leaf in leaves)
         if not self.tables_sound:
             unknown += (f"{self.attempt}/packs/",)
         for file in self.store.walk():

@@ -27,13 +27,12 @@ from jaxshard import (
 )
 from jaxshard._boxes import Box
 from jaxshard._errors import Kind, StorageError
-from jaxshard._saving import SaveJob
+from jaxshard._saving import PACK_BUFFERS, SaveJob
 from jaxshard._snapshot import Staged
-from jaxshard._spec import Layout, LeafSpec
+from jaxshard._spec import Layout, LeafSpec, layout_of
 from jaxshard._store import Syncer, storage_errors
 from jaxshard._transfer import Request
 
-_PACK_BUFFERS = 4  # one is filled while the others are written
 _SPARE_BYTES = 1 << 20  # for what is not counted: directories, indices, tables, the manifest
 
 
@@ -119,7 +118,7 @@ def _directories(job: SaveJob) -> list[str]:
 
 
 def _piece_file(job: SaveJob, leaf: int, number: int) -> str:
-    layout = _source.layout_of(job.tree.leaves[leaf])
+    layout = layout_of(job.tree.leaves[leaf])
     position = _plan.piece_lattice(layout).position(number)
     return _tensors.piece_file(job.attempt, layout, position)
 
@@ -160,7 +159,7 @@ class _Record:
         job, piece = self._job, staged.of
         assert isinstance(piece, _plan.Piece)
         leaf = job.tree.leaves[piece.leaf]
-        layout = _source.layout_of(leaf)
+        layout = layout_of(leaf)
         file = _piece_file(job, piece.leaf, piece.number)
         release = staged.release
         # Here, so that the request does not hold the unpacked elements of a sub-byte leaf too.
@@ -172,15 +171,13 @@ class _Record:
             self._syncing.written(file)
 
         def start() -> _transfer.Future:
+            digests = self._hasher.digests(values, piece.box, _plan.tile_lattice(layout))
+            self._pieces.append((piece.leaf, piece.number, digests))
             if piece.leaf not in self._arrays:
                 self._arrays[piece.leaf] = _tensors.open_for_writing(
                     job.store, job.attempt, leaf, job.options.compression
                 )
-            future = _tensors.write_box(self._arrays[piece.leaf], piece.box, values)
-            # While TensorStore's threads write it.
-            digests = self._hasher.digests(values, piece.box, _plan.tile_lattice(layout))
-            self._pieces.append((piece.leaf, piece.number, digests))
-            return future
+            return _tensors.write_box(self._arrays[piece.leaf], piece.box, values)
 
         return Request(
             piece.nbytes,
@@ -218,7 +215,7 @@ class _Record:
             job.store, _source.pack_dir(job.attempt, 0), plan.segment_bytes, plan.segments
         )
         # Memory that was touched before is faster than new: a ring of buffers, used again.
-        free: list[Any] = [None] * _PACK_BUFFERS
+        free: list[Any] = [None] * PACK_BUFFERS
         kept = _tensors.keeps_what_is_written(job.store)
         for segment, stretches in enumerate(plan.stretches()):
             while not free:
@@ -260,7 +257,7 @@ class _Record:
           Where the last entry ends; `end` is where the one before the stretch did.
         """
         leaf = self._job.tree.leaves[stretch.leaf]
-        per_byte = _source.layout_of(leaf).per_byte
+        per_byte = layout_of(leaf).per_byte
         stored = [_dtypes.to_stored(part, str(leaf.dtype), per_byte) for part in staged.values]
         offsets = self._offsets[stretch.first : stretch.stop]
         for raw, offset in zip(map(_tensors.raw_bytes, stored), offsets, strict=True):

@@ -198,16 +198,14 @@ def test_only_what_is_for_zarr_knows_zarr():
     assert importers("zarr") == {"zarr_dtypes.py"}
 
 
-def test_only_arrays_reads_shardings():
+def test_only_arrays_and_placement_read_shardings():
     reading = {n for n in MODULES if any(a.endswith(".sharding") for a in attributes(n))}
-    assert reading | importers("jax.sharding") <= {"_arrays.py", "_trees.py"}
-    assert "_arrays.py" in reading
+    assert reading | importers("jax.sharding") == {"_arrays.py", "_placement.py"}
 
 
-def test_only_arrays_and_trees_touch_what_is_private_in_jax():
+def test_only_arrays_touches_what_is_private_in_jax():
     touching = {n for n in MODULES if any("jax._src" in a for a in attributes(n) | strings(n))}
-    assert touching | importers("jax._src") <= {"_arrays.py", "_trees.py"}
-    assert "_arrays.py" in importers("jax._src")
+    assert touching | importers("jax._src") == {"_arrays.py"}
 
 
 def test_only_nnx_knows_flax():

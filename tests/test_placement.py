@@ -634,3 +634,22 @@ def test_leaf_read_gives_any_part(large, index):
     got = jaxshard.open(path)["x"].read(index)
     assert got.shape == values[index].shape
     assert np.array_equal(got, values[index])
+
+
+@pytest.mark.parametrize("options", [PACK, FILES], ids=["pack", "files"])
+@pytest.mark.parametrize("seed", range(4))
+def test_meshes_with_their_devices_in_any_order(tmp_path, options, seed):
+    shuffled = np.random.default_rng(seed).permutation(jax.devices())
+    saving = Mesh(shuffled.reshape(2, 4), ("a", "b"))
+    loading = Mesh(shuffled[::-1][:6].reshape(3, 2), ("a", "b"))
+    value = np.arange(24 * 24, dtype=np.int32).reshape(24, 24)
+    specs = [("a", "b"), ("b", "a"), (("b", "a"),), (None, "b"), ()]
+    jaxshard.save(
+        tmp_path / "c",
+        {str(spec): jax.device_put(value, on(saving, *spec)) for spec in specs},
+        options=options,
+    )
+    wanted = {str(spec): struct_of(value, on(loading, *spec)) for spec in specs}
+    for like in (wanted, {n: struct_of(value, on(saving)) for n in wanted}):
+        for name, got in jaxshard.load(tmp_path / "c", like).items():
+            assert_everywhere(got, value, like[name].sharding)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from support import spelled_out
 
 from jaxshard._errors import CorruptionError, FormatError, JaxshardError, Kind
-from jaxshard._manifest import Manifest, ProcessRecord, canonical, stored_shape
-from jaxshard._spec import Layout, LeafSpec, MeshSpec, Node, TreeSpec, walk
+from jaxshard._manifest import Manifest, ProcessRecord, canonical
+from jaxshard._spec import Layout, LeafSpec, MeshSpec, Node, TreeSpec, stored_shape, walk
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 RECORD = ProcessRecord(120, "0" * 32)

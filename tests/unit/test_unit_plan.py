@@ -10,9 +10,8 @@ from hypothesis import given, settings
 
 from jaxshard import _dtypes, _grid, _plan
 from jaxshard._boxes import Box, Lattice, covers_exactly_once
-from jaxshard._manifest import stored_shape
 from jaxshard._plan import Holders, plan_save
-from jaxshard._spec import Layout, LeafSpec
+from jaxshard._spec import Layout, LeafSpec, stored_shape
 
 MIB = 1 << 20
 quick = settings(derandomize=True, deadline=None, max_examples=40)

@@ -242,3 +242,11 @@ def test_a_control_group_without_a_limit_or_beyond_it(tmp_path, monkeypatch, lim
     (tmp_path / "memory.current").write_text(f"{used}\n")
     monkeypatch.setattr(_snapshot, "_CGROUP", str(tmp_path))
     assert (free_host_bytes() == 0) == (limit != "max")
+
+
+@pytest.mark.parametrize("budget", [4 << 10, 1 << 20, 64 << 20])
+def test_the_files_of_a_pack_in_memory_are_within_the_half_that_is_in_flight(budget):
+    job = job_of(
+        {f"a{i:03d}": np.zeros(256, np.float32) for i in range(500)}, host_bytes_max=budget
+    )
+    assert _saving.PACK_BUFFERS * job.plan.segment_bytes <= max(budget // 2, 4 * 1024)
