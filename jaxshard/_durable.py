@@ -103,19 +103,31 @@ class Syncing:
         path = self._root / key
         self._directories.add(path.parent)
         if len(self._threads) < _SYNC_THREADS:
-            # A daemon: a disk that hangs must not keep the interpreter from ending.
-            thread = threading.Thread(target=self._work, name="jaxshard-sync", daemon=True)
-            self._threads.append(thread)
+            self._start_thread()
+        if self._threads:
+            self._files.put(path)
+        else:
+            self._sync(path)
+
+    def _start_thread(self) -> None:
+        # A daemon: a disk that hangs must not keep the interpreter from ending.
+        thread = threading.Thread(target=self._work, name="jaxshard-sync", daemon=True)
+        # Python 3.12 starts none once the main thread has ended, when the last save of a script
+        # may still be under way; then there are fewer, or this one does it.
+        with contextlib.suppress(RuntimeError):
             thread.start()
-        self._files.put(path)
+            self._threads.append(thread)
 
     def _work(self) -> None:
         while (path := self._files.get()) is not None:
-            try:
-                if self._error is None:
-                    _sync_path(path)
-            except OSError as e:
-                self._error = e
+            self._sync(path)
+
+    def _sync(self, path: Path) -> None:
+        try:
+            if self._error is None:
+                _sync_path(path)
+        except OSError as e:
+            self._error = e
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Wait until all files and their directory entries are durable.
