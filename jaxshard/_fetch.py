@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from jaxshard import _dtypes, _plan, _slabs, _tensors, _transfer
 from jaxshard._assembly import Assembly, Want
 from jaxshard._errors import CheckpointReplacedError, CorruptionError
@@ -81,6 +79,7 @@ class _Job:
         self.io_mode = io_mode
         self.traffic = Traffic()
         self._hasher = _tensors.TileHasher()
+        self._scratch = _tensors.Scratch()
         # A slab in flight holds its bytes as they are stored and decoded; several must fit.
         self.slab_bytes_max = max(1, host_bytes_max // 8)
 
@@ -141,21 +140,22 @@ class _Job:
 
     def _slab_request(self, assembly: Assembly, array: Any, slab: _slabs.Slab) -> Request:
         number, leaf, layout = assembly.number, assembly.leaf, assembly.layout
-        scratch: list[Array] = []
+        reading: list[Array] = []
 
         def start() -> _transfer.Future:
             if slab.target is None:
-                into = np.empty(slab.box.shape, _dtypes.numpy_dtype(layout.dtype))
+                into = self._scratch.take(slab.box.shape, _dtypes.numpy_dtype(layout.dtype))
             else:
                 into = assembly.part(slab.target, slab.box)
-            scratch.append(into)
+            reading.append(into)
             return _tensors.read_box(array, slab.box, into)
 
         def finish(_: Any) -> None:
-            values = scratch.pop()
+            values = reading.pop()
             self._compare(number, leaf, slab, values)
             if slab.target is None:
                 assembly.scatter(values, slab.box, slab.targets)
+                self._scratch.give_back(values)
             self._count(_plan.file_bytes(layout, slab.box))
             assembly.arrived()
 

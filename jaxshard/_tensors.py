@@ -8,6 +8,7 @@ Source: TensorStore's zarr3 and file drivers; what was measured is in docs/perfo
 
 import ctypes
 import functools
+import math
 import mmap
 import os
 import re
@@ -229,32 +230,52 @@ def raw_bytes(values: Array) -> Array:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
-class TileHasher:
-    """Digests of tiles of one array after the other.
+class Scratch:
+    """Memory that elements pass through, used again.
 
-    A tile of a wider array is gathered first, into memory that is used again: into fresh pages it
-    took half of the time of a load on another mesh. (benchmarks/load.py)
+    Into fresh pages, tiles on their way to several devices took half of the time of a load on
+    another mesh. (benchmarks/load.py)
     """
 
     def __init__(self) -> None:
-        self._scratch = np.empty(0, np.uint8)
+        self._free: list[Array] = []
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An uninitialised array."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        fits = next((i for i, raw in enumerate(self._free) if len(raw) >= nbytes), None)
+        raw = np.empty(nbytes, np.uint8) if fits is None else self._free.pop(fits)
+        return raw[:nbytes].view(dtype).reshape(shape)
+
+    def give_back(self, array: Array) -> None:
+        """Let it be used again."""
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        self._free.append(array)
+
+
+class TileHasher:
+    """Digests of tiles of one array after the other; a tile of a wider array is gathered first."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
 
     def digests(self, values: Array, box: Box, tiles: Lattice) -> list[tuple[int, bytes]]:
         """(number, digest) of each tile of a box of whole tiles, in C order."""
         out = []
         for tile in tiles.touching(box):
             part = values[tiles.box(tile).relative_to(box).slices]
-            out.append((tile, digest_of(self._contiguous(part))))
+            out.append((tile, self._digest(part)))
         return out
 
-    def _contiguous(self, part: Array) -> Array:
+    def _digest(self, part: Array) -> bytes:
         if part.flags.c_contiguous:
-            return raw_bytes(part)
-        if len(self._scratch) < part.nbytes:
-            self._scratch = np.empty(part.nbytes, np.uint8)
-        gathered = self._scratch[: part.nbytes]
-        gathered.view(part.dtype).reshape(part.shape)[...] = part
-        return gathered
+            return digest_of(raw_bytes(part))
+        gathered = self._scratch.take(part.shape, part.dtype)
+        gathered[...] = part
+        digest = digest_of(raw_bytes(gathered))
+        self._scratch.give_back(gathered)
+        return digest
 
 
 def piece_file(attempt: str, layout: Layout, position: tuple[int, ...]) -> str:
