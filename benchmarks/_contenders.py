@@ -63,14 +63,6 @@ class Jaxshard:
         return str(self.jaxshard.__version__)
 
 
-class JaxshardPread(Jaxshard):
-    """The same, and its loads read files instead of mapping them."""
-
-    def __init__(self, state: str) -> None:
-        super().__init__(state)
-        self.options = self.jaxshard.LoadOptions(io_mode="pread", on_report=self._keep)
-
-
 class BareLoop:
     """No save at all: only the views that any snapshot on CPU has to take."""
 
@@ -359,7 +351,6 @@ class Read2(Read):
 
 CONTENDERS: dict[str, Any] = {
     "jaxshard": Jaxshard,
-    "jaxshard-pread": JaxshardPread,
     "orbax": OrbaxDefault,
     "orbax-tuned": OrbaxTuned,
     "orbax-v1": OrbaxV1,

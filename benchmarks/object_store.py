@@ -27,7 +27,6 @@ from benchmarks._rounds import ORBAX, Ask
 STATES = ("big", *(s for s in _states.NAMES if s != "big"))
 DELAY_S = 0.05
 BYTES_PER_S = 200_000_000
-_PREAD = "jaxshard-pread"  # mapped files would not be seen
 # struct control of slow_files.c
 _CONTROL = struct.Struct("=11Q")
 _KINDS = ("open", "stat", "list", "read", "write", "sync", "change")
@@ -90,9 +89,7 @@ def run(ask: Ask, delay_s: float = DELAY_S) -> list[Result]:
     with _rounds.folder(ask.where) as folder, SlowFiles(folder) as slow:
         slow.set(0)
         starts = {
-            name: functools.partial(
-                Contender, _PREAD if name == US else name, ask.state, env=slow.env
-            )
+            name: functools.partial(Contender, name, ask.state, env=slow.env)
             for name in ask.among((US, *ORBAX))
         }
         with _rounds.started(starts, result.notes) as running:

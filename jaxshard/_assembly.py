@@ -1,10 +1,11 @@
 """The host buffers of one wanted leaf, from the first bytes that arrive until it is whole."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxshard import _dtypes, _plan, _tensors
 from jaxshard._boxes import Box
+from jaxshard._places import Place
 from jaxshard._spec import LeafSpec, layout_of
 from jaxshard._tensors import Array
 
@@ -51,17 +52,9 @@ class Assembly:
         """Take memory that holds all of one box as its buffer."""
         self._buffers[target] = values
 
-    def part(self, target: int, box: Box) -> Array:
-        """View of one buffer at a box of the array."""
-        part: Array = self._buffer(target)[box.relative_to(self.stored_boxes[target]).slices]
-        return part
-
-    def scatter(self, values: Array, box: Box, targets: Iterable[int]) -> None:
-        """Copy what several buffers need of a tile."""
-        for target in targets:
-            common = box.intersect(self.stored_boxes[target])
-            assert common is not None
-            self.part(target, common)[...] = values[common.relative_to(box).slices]
+    def targets(self, place: Place) -> list[Array]:
+        """For each part of a tile the view of a buffer where it belongs."""
+        return [self._buffer(part.target)[part.where] for part in place.parts]
 
     def arrived(self) -> None:
         """One request has come back."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _plan, _slabs
+from jaxshard import _places, _plan
 from jaxshard._boxes import Box
 from jaxshard._errors import bullet_list
 from jaxshard._reader import Checkpoint, open_checkpoint
@@ -122,7 +122,7 @@ def _compare_data(
     layout = layout_of(leaf)
     shape = leaf.array_shape or ()
     unequal = 0
-    for block in _slabs.blocks(layout, Box.whole(layout.shape), _BLOCK_BYTES):
+    for block in _places.blocks(layout, Box.whole(layout.shape), _BLOCK_BYTES):
         box = _plan.element_box(block, layout, shape)
         left, right = (_bits(ckpt[name].read(box.slices)) for ckpt in (a, b))
         unequal += int(np.count_nonzero((left != right).any(axis=-1)))

@@ -15,17 +15,17 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import itertools
 import os
-import queue
 import secrets
 import shutil
 import sys
-import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from jaxshard._threads import Workers
 
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -84,10 +84,9 @@ class Syncing:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._files: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self._workers = Workers("jaxshard-sync", _SYNC_THREADS, _SYNC_THREADS)
         self._directories: set[Path] = set()
-        self._threads: list[threading.Thread] = []
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     def write(self, key: str, data: Any) -> None:
         """Write a file that does not exist yet, below the root.
@@ -102,31 +101,13 @@ class Syncing:
         """Begin to sync a file that was written."""
         path = self._root / key
         self._directories.add(path.parent)
-        if len(self._threads) < _SYNC_THREADS:
-            self._start_thread()
-        if self._threads:
-            self._files.put(path)
-        else:
-            self._sync(path)
-
-    def _start_thread(self) -> None:
-        # A daemon: a disk that hangs must not keep the interpreter from ending.
-        thread = threading.Thread(target=self._work, name="jaxshard-sync", daemon=True)
-        # Python 3.12 starts none once the main thread has ended, when the last save of a script
-        # may still be under way; then there are fewer, or this one does it.
-        with contextlib.suppress(RuntimeError):
-            thread.start()
-            self._threads.append(thread)
-
-    def _work(self) -> None:
-        while (path := self._files.get()) is not None:
-            self._sync(path)
+        self._workers.start(functools.partial(self._sync, path))
 
     def _sync(self, path: Path) -> None:
         try:
             if self._error is None:
                 _sync_path(path)
-        except OSError as e:
+        except Exception as e:  # noqa: BLE001  (raised by `finish`)
             self._error = e
 
     def finish(self, timeout_s: float | None = None) -> None:
@@ -136,12 +117,8 @@ class Syncing:
           OSError: one of them could not be synced; of the file system as a whole nothing is known.
           TimeoutError: not done after `timeout_s`.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._end()
-        for thread in self._threads:
-            thread.join(None if deadline is None else max(0, deadline - time.monotonic()))
-            if thread.is_alive():
-                raise TimeoutError
+        if not self._workers.end(timeout_s):
+            raise TimeoutError
         if self._error is not None:
             raise self._error
         for directory in sorted(self._directories):
@@ -150,13 +127,7 @@ class Syncing:
     def abandon(self) -> None:
         """Stop: what was written is about to be removed. Waits a little for what goes on."""
         self._error = self._error or OSError(errno.ECANCELED, "abandoned")
-        self._end()
-        for thread in self._threads:
-            thread.join(_ABANDON_S / len(self._threads))
-
-    def _end(self) -> None:
-        for _ in self._threads:
-            self._files.put(None)
+        self._workers.end(_ABANDON_S)
 
 
 def _sync_path(path: Path) -> None:

@@ -87,8 +87,11 @@ class LoadOptions:
     Attributes:
       host_bytes_max: upper limit, in bytes, of what is in flight beyond the arrays themselves; one
         tile (about 2 MiB) more may be.
-      io_mode: `"memmap"` maps files, which is fastest but ends the process if the disk fails;
-        `"pread"` reads them; `"auto"` maps files of local file systems only.
+      io_mode: `"auto"` reads straight from the files and compares the digest of every tile.
+        `"pread"` and `"memmap"` read through TensorStore, which verifies its own checksums too and
+        takes about twice as long; `"memmap"` maps the files, and ends the process if the disk
+        fails. Compressed checkpoints are always read through TensorStore, by `"auto"` with
+        `"memmap"` on local file systems and with `"pread"` elsewhere.
       donatable: give arrays that own their memory, so that the first jitted step can take it over.
         (On CPU an array may otherwise share the buffer that was read into.)
       release_like: free the device memory of each leaf of `like` as soon as its replacement has

@@ -323,11 +323,19 @@ def file_bytes(layout: Layout, box: Box) -> int:
 
     Tiles are stored whole, each with a checksum; a piece of several tiles has an index.
     """
-    tile_bytes = math.prod(layout.tile) * layout.itemsize + CHECKSUM_BYTES
     if layout.tile == layout.piece:
-        return tile_bytes
-    stored = math.prod(-(-n // t) for n, t in zip(box.shape, layout.tile, strict=True))
-    return stored * tile_bytes + index_bytes(layout)
+        return stored_tile_bytes(layout)
+    return tiles_in(layout, box) * stored_tile_bytes(layout) + index_bytes(layout)
+
+
+def tiles_in(layout: Layout, box: Box) -> int:
+    """Number of tiles in a box that begins with a tile."""
+    return math.prod(-(-n // t) for n, t in zip(box.shape, layout.tile, strict=True))
+
+
+def stored_tile_bytes(layout: Layout) -> int:
+    """What a tile that is not compressed takes in a file, with its checksum."""
+    return math.prod(layout.tile) * layout.itemsize + CHECKSUM_BYTES
 
 
 def index_bytes(layout: Layout) -> int:

@@ -28,7 +28,7 @@ class Source:
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self.store = store
         self.manifest = manifest
-        self._digests: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._placed: dict[int, list[tuple[int, int]]] = {}  # by leaf and piece
 
     def leaf(self, number: int) -> LeafSpec:
         """A leaf; for one that is the same as an earlier one, that one."""
@@ -74,10 +74,14 @@ class Source:
 
     def piece_row(self, leaf: int, piece: int) -> tuple[int, int]:
         """Process and table row of a piece."""
-        rows = self._piece_rows
-        row = int(self._in_order(rows, leaf, "piece")[piece])
-        process = int(np.searchsorted(rows.first, row, "right")) - 1
-        return process, row - int(rows.first[process])
+        if leaf not in self._placed:
+            rows = self._in_order(self._piece_rows, leaf, "piece")
+            first = self._piece_rows.first
+            process = np.searchsorted(first, rows, "right") - 1
+            self._placed[leaf] = list(
+                zip(process.tolist(), (rows - first[process]).tolist(), strict=True)
+            )
+        return self._placed[leaf][piece]
 
     def packed_rows(self, leaf: int) -> Column:
         """Rows of `entries` that hold the tiles of a packed leaf, by tile."""
@@ -113,29 +117,21 @@ class Source:
             )  # fmt: skip
         return written
 
-    def tile_digest(self, leaf: int, piece: int, tile: int) -> bytes:
-        """The digest that the writer gave a tile of a piece in a file of its own."""
-        found = self._digests.get((leaf, piece))
-        if found is None:
-            found = self._digests[leaf, piece] = self._piece_digests(leaf, piece)
-        return found[tile]
-
-    def _piece_digests(self, leaf: int, piece: int) -> dict[int, bytes]:
+    def piece_digests(self, leaf: int, piece: int) -> list[bytes]:
+        """Digests of the tiles of a piece in a file of its own, in C order as they lie there."""
         layout = layout_of(self.leaf(leaf))
         process, row = self.piece_row(leaf, piece)
         table = self.tables[process]
-        tiles = list(_plan.tile_lattice(layout).touching(_plan.piece_lattice(layout).box(piece)))
+        expected = _plan.tiles_in(layout, _plan.piece_lattice(layout).box(piece))
         first = int(table.first_digest[row])
-        digests = [
-            d.tobytes() for d in table.digests[first : first + int(table.pieces[row]["tiles"])]
-        ]
-        if len(digests) != len(tiles):
+        digests = table.digests[first : first + int(table.pieces[row]["tiles"])]
+        if len(digests) != expected:
             raise CorruptionError(
                 f"leaf {self.manifest.tree.leaves[leaf].name!r}, piece {piece}: expected "
-                f"{len(tiles)} tiles in the table, found {len(digests)}",
+                f"{expected} tiles in the table, found {len(digests)}",
                 kind=Kind.TABLE_DAMAGED, hint=HINT,
             )  # fmt: skip
-        return dict(zip(tiles, digests, strict=True))
+        return [digest.tobytes() for digest in digests]
 
     def require_complete(self, number: int) -> None:
         """The tables have as many tiles of a leaf as its shape asks for.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _plan, _slabs
+from jaxshard import _places, _plan
 from jaxshard._boxes import Box
 from jaxshard._errors import size_text
 from jaxshard._reader import Checkpoint, LeafInfo, open_checkpoint, select_leaves
@@ -162,7 +162,7 @@ def _blocks(checkpoint: Checkpoint, info: LeafInfo) -> Iterator[tuple[Any, int]]
     layout = _layout(checkpoint, info)
     if not layout.nbytes:
         return
-    for block in _slabs.blocks(layout, Box.whole(layout.shape), _BLOCK_BYTES):
+    for block in _places.blocks(layout, Box.whole(layout.shape), _BLOCK_BYTES):
         box = _plan.element_box(block, layout, info.shape)
         yield leaf.read(box.slices), block.size * layout.itemsize
 

@@ -50,7 +50,7 @@ class Store(Protocol):
         """All bytes of a file; FileNotFoundError if there is none."""
 
     def read_range(self, key: str, offset: int, into: memoryview) -> int:
-        """Fill `into` from `offset`; the number of bytes that were there."""
+        """Fill `into` from `offset`, as far as there are bytes; the length of the file."""
 
     def size(self, key: str) -> int | None:
         """Length of a file, None if there is none."""
@@ -164,9 +164,13 @@ class LocalStore:
         return (self._root / key).read_bytes()
 
     def read_range(self, key: str, offset: int, into: memoryview) -> int:
-        """Fill `into` from `offset`."""
-        fd = os.open(self._root / key, os.O_RDONLY | os.O_CLOEXEC)
+        """Fill `into` from `offset`; the length of the file, by the same request."""
+        # Not blocking, for what is no file: a pipe would wait for a writer.
+        fd = os.open(self._root / key, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise FileNotFoundError(errno.ENOENT, "no file", f"{self._root / key}")
             done = 0
             while done < len(into):
                 count = os.preadv(fd, [into[done:]], offset + done)
@@ -175,7 +179,7 @@ class LocalStore:
                 done += count
         finally:
             os.close(fd)
-        return done
+        return found.st_size
 
     def size(self, key: str) -> int | None:
         """Length of a file."""
@@ -292,8 +296,9 @@ class MemoryStore:
 
     def read_range(self, key: str, offset: int, into: memoryview) -> int:
         """Fill `into` from `offset`."""
-        data = self.read(key)[offset : offset + len(into)]
-        into[: len(data)] = data
+        data = memoryview(self.read(key))
+        part = data[offset : offset + len(into)]
+        into[: len(part)] = part
         return len(data)
 
     def size(self, key: str) -> int | None:

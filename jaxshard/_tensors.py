@@ -6,13 +6,13 @@ chunk is an error, never zeros. TensorStore is imported at first use.
 Source: TensorStore's zarr3 and file drivers; what was measured is in docs/performance.md.
 """
 
+import contextlib
 import ctypes
 import functools
-import math
 import mmap
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -138,7 +138,7 @@ def read_error(error: Exception, name: str, file: str) -> Exception:
     status = text.split(":", 1)[0]
     if isinstance(error, (CorruptionError, StorageError)):
         return error
-    if status == "NOT_FOUND":
+    if status == "NOT_FOUND" or isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return missing_file(name, file)
     if status in {"DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE", "INVALID_ARGUMENT"}:
         return CorruptionError(
@@ -152,7 +152,9 @@ def read_error(error: Exception, name: str, file: str) -> Exception:
 
 
 def _essence(error: Exception) -> str:
-    """TensorStore's message: the operating system's words if they are there, else its beginning."""
+    """The operating system's words if they are there, else the beginning of the message."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     found = _OS_ERROR.search(str(error))
     return (found[1] or found[2]).strip() if found else f"{error!s:.300}"
 
@@ -165,6 +167,22 @@ def missing_file(name: str, file: str) -> CorruptionError:
         path=file,
         hint="jaxshard.verify(path) lists every missing file",
     )
+
+
+def require_length(name: str, file: str, found: int | None, expected: int) -> None:
+    """Refuse a file that has not the length that its writer gave it.
+
+    Raises:
+      CorruptionError: it has another one, or there is no file.
+    """
+    if found is None:
+        raise missing_file(name, file)
+    if found != expected:
+        raise CorruptionError(
+            f"leaf {name!r}, file {file!r}: expected {expected} bytes, found {found}",
+            path=file,
+            hint="jaxshard.verify(path) lists every damaged file",
+        )
 
 
 def write_error(error: Exception, name: str | None, file: str) -> Exception:
@@ -231,7 +249,7 @@ def raw_bytes(values: Array) -> Array:
 
 
 class Scratch:
-    """Memory that elements pass through, used again.
+    """Memory that elements pass through, used again; for several threads.
 
     Into fresh pages, tiles on their way to several devices took half of the time of a load on
     another mesh. (benchmarks/load.py)
@@ -240,42 +258,42 @@ class Scratch:
     def __init__(self) -> None:
         self._free: list[Array] = []
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An uninitialised array."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        fits = next((i for i, raw in enumerate(self._free) if len(raw) >= nbytes), None)
-        raw = np.empty(nbytes, np.uint8) if fits is None else self._free.pop(fits)
-        return raw[:nbytes].view(dtype).reshape(shape)
-
-    def give_back(self, array: Array) -> None:
-        """Let it be used again."""
-        while isinstance(array.base, np.ndarray):
-            array = array.base
-        self._free.append(array)
+    @contextlib.contextmanager
+    def lend(self, nbytes: int) -> Iterator[Array]:
+        """`[nbytes]` of uint8, uninitialised, for a while."""
+        try:
+            raw = self._free.pop()
+        except IndexError:
+            raw = np.empty(nbytes, np.uint8)
+        if len(raw) < nbytes:
+            raw = np.empty(nbytes, np.uint8)
+        try:
+            yield raw[:nbytes]
+        finally:
+            self._free.append(raw)
 
 
 class TileHasher:
-    """Digests of tiles of one array after the other; a tile of a wider array is gathered first."""
+    """Digests of tiles; those of a wider array are gathered first."""
 
-    def __init__(self) -> None:
-        self._scratch = Scratch()
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        self._scratch = scratch or Scratch()
 
     def digests(self, values: Array, box: Box, tiles: Lattice) -> list[tuple[int, bytes]]:
         """(number, digest) of each tile of a box of whole tiles, in C order."""
         out = []
         for tile in tiles.touching(box):
             part = values[tiles.box(tile).relative_to(box).slices]
-            out.append((tile, self._digest(part)))
+            out.append((tile, self.digest(part)))
         return out
 
-    def _digest(self, part: Array) -> bytes:
-        if part.flags.c_contiguous:
-            return digest_of(raw_bytes(part))
-        gathered = self._scratch.take(part.shape, part.dtype)
-        gathered[...] = part
-        digest = digest_of(raw_bytes(gathered))
-        self._scratch.give_back(gathered)
-        return digest
+    def digest(self, tile: Array) -> bytes:
+        """Digest of the elements of one tile in C order."""
+        if tile.flags.c_contiguous:
+            return digest_of(raw_bytes(tile))
+        with self._scratch.lend(tile.nbytes) as raw:
+            raw.view(tile.dtype).reshape(tile.shape)[...] = tile
+            return digest_of(raw)
 
 
 def piece_file(attempt: str, layout: Layout, position: tuple[int, ...]) -> str:

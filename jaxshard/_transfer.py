@@ -1,7 +1,7 @@
 """Run many reads or writes with bounded bytes in flight; the first error wins.
 
-One loop in the calling thread over futures of TensorStore's own pool: no event loop, no thread of
-ours. Requests are made lazily, so that what they hold in memory is bounded too.
+One loop in the calling thread over the futures of TensorStore, or of `_threads.Workers`: no event
+loop. Requests are made lazily, so that what they hold in memory is bounded too.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _SETTLE_S = 5.0
 
 
 class Future(Protocol):
-    """What TensorStore's futures have."""
+    """What the futures of TensorStore and of Python have."""
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait; raise the error if there was one."""

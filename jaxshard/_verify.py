@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _assembly, _fetch, _plan, _slabs, _source, _table, _tensors, _zarr
+from jaxshard import _assembly, _fetch, _places, _plan, _source, _table, _tensors, _zarr
 from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted, size_text
 from jaxshard._fetch import raise_if_replaced
 from jaxshard._manifest import FILE, Manifest
@@ -241,8 +241,8 @@ class _Check:
             return
         pieces, tiles = _plan.piece_lattice(layout), _plan.tile_lattice(layout)
         for piece in range(pieces.size):
-            for tile in tiles.touching(pieces.box(piece)):
-                yield tile, self.source.tile_digest(number, piece, tile)
+            inside = tiles.touching(pieces.box(piece))
+            yield from zip(inside, self.source.piece_digests(number, piece), strict=True)
 
     # Data
 
@@ -303,7 +303,7 @@ class _Check:
                 functools.partial(self._verified, block.size * layout.itemsize),
             )
             for box in boxes
-            for block in _slabs.blocks(layout, box, _BLOCK_BYTES)
+            for block in _places.blocks(layout, box, _BLOCK_BYTES)
         ]
         _fetch.fetch(self.source, wants, host_bytes_max=8 * _BLOCK_BYTES, io_mode="pread")
         self.nbytes += sum(box.size for box in boxes) * layout.itemsize

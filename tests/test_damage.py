@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -177,15 +178,17 @@ def problem_of_load(saved: Saved, names: list[str], io_mode: Any, *, needed: boo
     return None
 
 
-def is_needed(saved: Saved, name: str, harm: str) -> bool:
+def is_needed(name: str, harm: str, io_mode: str) -> bool:
     """Whether `load` of everything cannot be right without these bytes."""
     if name.endswith("zarr.json"):
         return False
+    if "/data/" in name and harm in {"late", "last byte"} and io_mode == "auto":
+        return False  # the index, or a checksum, which TensorStore needs
     # Between the tiles of a pack, and after the last one, lies padding that no leaf has.
     return "/packs/" not in name or harm in {"first byte, low bit", "emptied", "deleted", "zeros"}
 
 
-@pytest.mark.parametrize("io_mode", ["memmap", "pread"])
+@pytest.mark.parametrize("io_mode", ["auto", "memmap", "pread"])
 @pytest.mark.parametrize("harm", HARMS)
 def test_load_names_the_harmed_file_or_gives_the_right_values(
     saved: Saved, harm: str, io_mode: str
@@ -194,7 +197,7 @@ def test_load_names_the_harmed_file_or_gives_the_right_values(
     for name in saved.files:
         data = saved.file(name).read_bytes()
         with harmed({saved.file(name): HARMS[harm](data)}):
-            needed = is_needed(saved, name, harm)
+            needed = is_needed(name, harm, io_mode)
             problems.append(problem_of_load(saved, [name], io_mode, needed=needed))
     assert not list(filter(None, problems))
 
@@ -221,7 +224,7 @@ def test_a_compressed_checkpoint_is_guarded_as_well(compressed: Saved, harm: str
     for name in compressed.files:
         data = compressed.file(name).read_bytes()
         with harmed({compressed.file(name): HARMS[harm](data)}):
-            needed = is_needed(compressed, name, harm)
+            needed = is_needed(name, harm, "pread")
             assert not problem_of_load(compressed, [name], "auto", needed=needed)
             found = named_by_verify(compressed.path, read_data=True)
             assert found == {compressed.shown(name)}, (harm, name)
@@ -247,7 +250,7 @@ def siblings(saved: Saved) -> list[tuple[str, str]]:
     return pairs
 
 
-@pytest.mark.parametrize("io_mode", ["memmap", "pread"])
+@pytest.mark.parametrize("io_mode", ["auto", "memmap", "pread"])
 def test_two_files_of_a_leaf_that_changed_places_are_noticed(saved: Saved, io_mode: str) -> None:
     pairs = siblings(saved)
     assert len(pairs) >= 30
@@ -268,7 +271,7 @@ def test_a_file_in_a_siblings_place_is_called_misplaced(saved: Saved) -> None:
     assert str(problem).startswith(f"misplaced: {saved.shown(a)} (leaf 'sharded', piece 0): ")
 
 
-@pytest.mark.parametrize("io_mode", ["memmap", "pread"])
+@pytest.mark.parametrize("io_mode", ["auto", "memmap", "pread"])
 def test_a_file_of_another_step_is_noticed(saved: Saved, io_mode: str) -> None:
     assert set(saved.other) == set(saved.files)
     for name in saved.files:
@@ -302,15 +305,21 @@ def test_a_load_onto_devices_notices_as_much_as_one_without_like(saved: Saved) -
 
 
 def test_each_flipped_bit_of_a_small_file_is_noticed(saved: Saved) -> None:
-    for name in (
-        "ATTEMPT/data/zero_d/c",
-        "ATTEMPT/data/sharded/c/0/3",
-        "ATTEMPT/tables/0/p00000.bin",
-    ):
+    tile = math.prod(jaxshard.open(saved.path).leaves["sharded"].tile_shape) * 4
+    elements = {
+        "ATTEMPT/data/zero_d/c": lambda at: at < 8,
+        "ATTEMPT/data/sharded/c/0/0": lambda at: at < 2 * tile + 4 and not 0 <= at - tile < 4,
+        "ATTEMPT/tables/0/p00000.bin": lambda _: True,
+    }
+    for name, is_element in elements.items():
         data = saved.file(name).read_bytes()
-        for at in range(0, len(data), max(1, len(data) // 40)):
+        places = {*range(0, len(data), max(1, len(data) // 40)), *range(len(data) - 8, len(data))}
+        for at in sorted(places):
             with harmed({saved.file(name): flip(lambda _, at=at: at, at % 8)(data)}):
-                assert not problem_of_load(saved, [name], "auto", needed=True), at
+                # Checksums and the index are for other readers of Zarr: `load` compares digests
+                # of the elements, and looks at those only where it reads through TensorStore.
+                assert not problem_of_load(saved, [name], "auto", needed=is_element(at)), at
+                assert not problem_of_load(saved, [name], "pread", needed=True), at
 
 
 def test_each_changed_byte_of_the_manifest_is_noticed(saved: Saved) -> None:

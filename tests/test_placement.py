@@ -6,6 +6,7 @@ bytes are read.
 
 import contextlib
 import itertools
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -615,6 +616,45 @@ def test_every_way_of_reading_gives_the_same_bits(large, io_mode, host_bytes_max
     assert report.bytes_read <= 1.1 * report.bytes_needed
     for shard in got["x"].addressable_shards:
         assert np.array_equal(np.asarray(shard.data), values[shard.index])
+
+
+def awkward(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(math.prod(shape), dtype=np.int32).reshape(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("piece_bytes_max", [64 << 20, 6000])
+def test_tiles_are_read_from_where_the_writer_put_them(tmp_path, monkeypatch, piece_bytes_max):
+    monkeypatch.setattr("jaxshard._grid.TILE_BYTES", 500)
+    shapes = [(), (0, 3), (1,), (7, 5), (100, 103), (64, 48), (31, 8, 9), (24, 16, 24)]
+    values = {f"{d}{s}": awkward(d, s) for d in ("int16", "float32", "complex128") for s in shapes}
+    options = SaveOptions(pack_below=0, piece_bytes_max=piece_bytes_max)
+    saved = {n: jax.device_put(v) if v.dtype != "complex128" else v for n, v in values.items()}
+    for name in ("int16(64, 48)", "float32(24, 16, 24)"):
+        saved[name] = jax.device_put(values[name], on(mesh((2, 4)), "a", "b"))
+    jaxshard.save(tmp_path / "c", saved, options=options)
+    monkeypatch.setattr("jaxshard._tensors.read_box", None)  # by TensorStore
+    got = jaxshard.load(tmp_path / "c")
+    checkpoint = jaxshard.open(tmp_path / "c")
+    for name, value in values.items():
+        assert np.array_equal(got[name], value), name
+        middle = tuple(slice(n // 3, -n // 4) for n in value.shape)
+        assert np.array_equal(checkpoint[name].read(middle), value[middle]), name
+
+
+def test_tiles_that_another_writer_put_in_another_order_are_found(tmp_path, monkeypatch):
+    zarr = pytest.importorskip("zarr")
+    monkeypatch.setattr("jaxshard._grid.TILE_BYTES", 512)
+    value = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
+    jaxshard.save(tmp_path / "c", {"x": value}, options=SaveOptions(pack_below=0))
+    array_dir = next((tmp_path / "c").glob("a-*/data/x"))
+    file = array_dir / "c" / "0" / "0"
+    before = file.read_bytes()
+    zarr.open_array(array_dir, mode="r+")[...] = value
+    after = file.read_bytes()
+    assert before != after
+    assert len(before) == len(after)
+    assert np.array_equal(jaxshard.load(tmp_path / "c")["x"], value)
+    assert jaxshard.verify(tmp_path / "c").ok
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_disk_that_hangs_is_a_timeout(tmp_path, monkeypatch):
         syncing.finish(0.01)
     syncing.abandon()  # does not wait for it
     hangs.set()
-    syncing._threads[0].join(10)
+    assert syncing._workers.end(10)
     assert no_thread_of("jaxshard-sync")
 
 

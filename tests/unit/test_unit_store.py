@@ -79,13 +79,21 @@ def test_a_new_file_never_takes_the_place_of_another_one(store):
 def test_a_range_is_filled_as_far_as_there_are_bytes(store, offset, length, found):
     store.write("f", b"0123456789")
     into = bytearray(b"." * length)
-    assert store.read_range("f", offset, memoryview(into)) == len(found)
+    assert store.read_range("f", offset, memoryview(into)) == 10  # the length of the file
     assert into == found + b"." * (length - len(found))
 
 
 def test_a_range_of_a_file_that_is_not_there(store):
     with pytest.raises(FileNotFoundError, match="f"):
         store.read_range("f", 0, memoryview(bytearray(1)))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder", "folder/none"):
+        with pytest.raises(FileNotFoundError, match=name):
+            LocalStore(tmp_path).read_range(name, 0, memoryview(bytearray(1)))
 
 
 # Creating and replacing ---------------------------------------------------------------------
