@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxshard import _dtypes, _plan, _tensors
+from jaxshard import _buffers, _dtypes, _plan
 from jaxshard._boxes import Box
+from jaxshard._buffers import Array
 from jaxshard._places import Place
 from jaxshard._spec import LeafSpec, layout_of
-from jaxshard._tensors import Array
 
 
 class Want(NamedTuple):
@@ -44,7 +44,7 @@ class Assembly:
         buffer = self._buffers[target]
         if buffer is None:
             dtype = _dtypes.numpy_dtype(self.layout.dtype)
-            buffer = _tensors.empty(self.stored_boxes[target].shape, dtype)
+            buffer = _buffers.empty(self.stored_boxes[target].shape, dtype)
             self._buffers[target] = buffer
         return buffer
 

@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 
-from jaxshard import _tensors, _transfer
+from jaxshard import _buffers, _tensors, _transfer
 from jaxshard._assembly import Assembly, Want
 from jaxshard._errors import CheckpointReplacedError, CorruptionError
 from jaxshard._packs import PackReader
@@ -59,8 +59,8 @@ def fetch(
         raise
     finally:
         workers.end(_END_S)
-    if job.traffic.bytes_read > _tensors.TRIM_BYTES:
-        _tensors.trim_heap()
+    if job.traffic.bytes_read > _buffers.TRIM_BYTES:
+        _buffers.trim_heap()
     return job.traffic
 
 

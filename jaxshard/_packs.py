@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxshard import _dtypes, _places, _tensors
+from jaxshard import _buffers, _dtypes, _places, _tensors
 from jaxshard._assembly import Assembly
+from jaxshard._buffers import Array
 from jaxshard._places import Place
 from jaxshard._source import Source, not_what_was_written, pack_file
 from jaxshard._table import digest_of
-from jaxshard._tensors import Array
 from jaxshard._threads import Workers
 from jaxshard._transfer import Request
 
@@ -105,7 +105,7 @@ class PackReader:
             assembly.pending += 1
 
         def read() -> list[Array]:
-            data = _tensors.empty((nbytes,), np.dtype(np.uint8))
+            data = _buffers.empty((nbytes,), np.dtype(np.uint8))
             length = entries.segment_bytes(process)
             there = self._source.store.read_range(file, start - segment * length, data.data)
             _tensors.require_length(name, file, there, length)

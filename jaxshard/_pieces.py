@@ -13,12 +13,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxshard import _dtypes, _places, _plan, _tensors
+from jaxshard import _buffers, _dtypes, _places, _plan, _tensors
 from jaxshard._assembly import Assembly
 from jaxshard._boxes import Box
+from jaxshard._buffers import Array
 from jaxshard._places import TileRun
 from jaxshard._source import Source, not_what_was_written
-from jaxshard._tensors import Array, IoMode
+from jaxshard._tensors import IoMode
 from jaxshard._threads import Workers
 from jaxshard._transfer import Future, Request
 
@@ -50,7 +51,7 @@ class PieceReader:
         self._bytes_max = min(bytes_max, _RUN_BYTES_MAX)
         self._workers = workers
         self._count = count
-        self._scratch = _tensors.Scratch()
+        self._scratch = _buffers.Scratch()
         self._hasher = _tensors.TileHasher(self._scratch)
 
     def requests(self, assembly: Assembly) -> Iterator[Request]:
@@ -137,7 +138,7 @@ class PieceReader:
                 digest = digests[run.position + i]
                 if not self._straight or self._hasher.digest(values) != digest:
                     # The index of the file, which TensorStore reads, may say another place.
-                    values = _tensors.empty(place.box.shape, dtype)
+                    values = _buffers.empty(place.box.shape, dtype)
                     _tensors.read_box(array(), place.box, values).result()
                     if self._hasher.digest(values) != digest:
                         raise not_what_was_written(assembly.leaf.name, file, place.tile)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _arrays, _plan, _tensors
+from jaxshard import _arrays, _buffers, _plan
 from jaxshard._boxes import Box
 from jaxshard._plan import Piece, ProcessPlan, Stretch
 from jaxshard._spec import Layout, LeafSpec, layout_of
@@ -164,7 +164,7 @@ def _tile_places(
 
 
 def _copy(part: Array) -> Array:
-    copied = _tensors.empty(part.shape, part.dtype)
+    copied = _buffers.empty(part.shape, part.dtype)
     copied[...] = part
     return copied
 

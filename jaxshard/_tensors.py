@@ -6,18 +6,15 @@ chunk is an error, never zeros. TensorStore is imported at first use.
 Source: TensorStore's zarr3 and file drivers; what was measured is in docs/performance.md.
 """
 
-import contextlib
-import ctypes
 import functools
-import mmap
 import os
 import re
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxshard._boxes import Box, Lattice
+from jaxshard._buffers import Array, Scratch
 from jaxshard._errors import CorruptionError, Kind, StorageError
 from jaxshard._spec import Layout, LeafSpec
 from jaxshard._store import MemoryStore, Store, memory_context
@@ -26,9 +23,6 @@ from jaxshard._transfer import Future
 from jaxshard._zarr import array_metadata, chunk_key, pack_metadata
 
 IoMode = Literal["auto", "memmap", "pread"]
-Array = np.ndarray[Any, Any]
-_HUGE_PAGE = 2 << 20
-TRIM_BYTES = 16 << 20  # less traffic than this leaves nothing worth giving back
 # How TensorStore gives the operating system's words: since 0.1.85, and before.
 _OS_ERROR = re.compile(r"([^:\[]+)\[os_error_code=|\[OS error \d+:? ?(?:E[A-Z]+ )?([^\]]*)\]")
 _WRITE_THREADS = 16  # 16 beat 4 for files with fsync; reads are bound by memory, so by cores
@@ -200,77 +194,12 @@ def write_error(error: Exception, name: str | None, file: str) -> Exception:
     )
 
 
-# Buffers
-
-
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array, 64-byte aligned, in huge pages of its own if it is large.
-
-    Large ones go back to the system when they are dropped: from malloc, buffers of the threads of
-    asynchronous saves stayed in its arenas (250 MiB more after 20 saves of 16 MiB).
-
-    Page faults decide how fast a load is: a private mapping with MADV_HUGEPAGE, aligned to 2 MiB,
-    cut 197,000 faults to 870 and the time of a load of 770 MB by more than half.
-    """
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if nbytes < 2 * _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        raw = np.empty(nbytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-    else:
-        area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        area.madvise(mmap.MADV_HUGEPAGE)
-        raw = np.frombuffer(area, np.uint8)
-        start = -raw.ctypes.data % _HUGE_PAGE
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl and macOS do not
-
-
-def trim_heap() -> None:
-    """Give the memory of transient buffers back to the system; takes a few milliseconds.
-
-    TensorStore's threads take and drop buffers of a tile each, which glibc keeps in an arena for
-    each thread: 100 MiB and more after 50 saves of 32 MiB.
-    """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
 # Digests ------------------------------------------------------------------------------------
 
 
 def raw_bytes(values: Array) -> Array:
     """`[nbytes]` of uint8: the elements in C order; copied only if they are not contiguous."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-class Scratch:
-    """Memory that elements pass through, used again; for several threads.
-
-    Into fresh pages, tiles on their way to several devices took half of the time of a load on
-    another mesh. (benchmarks/load.py)
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Array] = []
-
-    @contextlib.contextmanager
-    def lend(self, nbytes: int) -> Iterator[Array]:
-        """`[nbytes]` of uint8, uninitialised, for a while."""
-        try:
-            raw = self._free.pop()
-        except IndexError:
-            raw = np.empty(nbytes, np.uint8)
-        if len(raw) < nbytes:
-            raw = np.empty(nbytes, np.uint8)
-        try:
-            yield raw[:nbytes]
-        finally:
-            self._free.append(raw)
 
 
 class TileHasher:

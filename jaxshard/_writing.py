@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxshard import (
     _arrays,
+    _buffers,
     _commit,
     _dtypes,
     _manifest,
@@ -79,8 +80,8 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
     except BaseException:
         syncing.abandon()
         raise
-    if job.plan.nbytes > _tensors.TRIM_BYTES:
-        _tensors.trim_heap()
+    if job.plan.nbytes > _buffers.TRIM_BYTES:
+        _buffers.trim_heap()
     table = record.table().to_bytes()
     job.store.write(_source.table_file(job.attempt, 0), table)
     manifest = _manifest.Manifest(
@@ -222,7 +223,7 @@ class _Record:
                 yield None
             buffer = free.pop()
             if buffer is None:
-                buffer = _tensors.empty((plan.segment_bytes,), np.dtype(np.uint8))
+                buffer = _buffers.empty((plan.segment_bytes,), np.dtype(np.uint8))
             start, end = segment * plan.segment_bytes, 0
             for stretch in stretches:
                 while (item := _next(staged)) is None:
