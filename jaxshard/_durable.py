@@ -22,6 +22,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EM
 _SYNC_THREADS = 16  # as many as TensorStore writes with: the disk commits them in groups
 _ABANDON_S = 5.0
 TEMPORARY_PREFIX = ".tmp-"
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def make_dirs(paths: Iterable[Path]) -> None:
@@ -96,6 +98,27 @@ class Syncing:
         """
         _write(self._root / key, data, sync=False)
         self.written(key)
+
+    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Future[None]:
+        """Begin to write a file that does not exist yet, from buffers made on one of the threads.
+
+        Raises:
+          FileExistsError: by the future: it exists.
+        """
+        path = self._root / key
+        self._directories.add(path.parent)
+        return self._workers.start(lambda: self._write_parts(path, parts))
+
+    def _write_parts(self, path: Path, parts: Iterable[Iterable[Any]]) -> None:
+        if self._error is not None:
+            raise self._error
+        fd = os.open(path, _NEW, 0o666)
+        try:
+            for buffers in parts:
+                _write_all(fd, buffers)
+            _sync_file(fd)
+        finally:
+            os.close(fd)
 
     def written(self, key: str) -> None:
         """Begin to sync a file that was written."""
@@ -208,15 +231,23 @@ def changed_at(path: Path) -> float | None:
 
 
 def _write(path: Path, data: Any, *, sync: bool = True) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, _NEW, 0o666)
     try:
-        view = memoryview(data).cast("B")
-        while view.nbytes:
-            view = view[os.write(fd, view) :]
+        _write_all(fd, (data,))
         if sync:
             _sync_file(fd)
     finally:
         os.close(fd)
+
+
+def _write_all(fd: int, buffers: Iterable[Any]) -> None:
+    left = [memoryview(buffer).cast("B") for buffer in buffers]
+    while left:
+        done = os.writev(fd, left)
+        while left and done >= left[0].nbytes:
+            done -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][done:]
 
 
 def _sync_file(fd: int) -> None:

@@ -26,6 +26,9 @@ class Syncer(Protocol):
     def write(self, key: str, data: Any) -> None:
         """Write a new file."""
 
+    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Any:
+        """Begin to write a new file from buffers that are made as it goes on; a future."""
+
     def written(self, key: str) -> None:
         """Begin to make a file durable that TensorStore has written."""
 
@@ -42,6 +45,10 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The directory, for messages."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether files are written by calls of the operating system."""
 
     def child(self, key: str) -> "Store":
         """A directory below."""
@@ -154,6 +161,11 @@ class LocalStore:
     def url(self) -> str:
         """The directory."""
         return str(self._root)
+
+    @property
+    def is_local(self) -> bool:
+        """They are."""
+        return True
 
     def child(self, key: str) -> "LocalStore":
         """A directory below."""
@@ -283,6 +295,11 @@ class MemoryStore:
         """The directory."""
         return f"memory://{self._prefix}"
 
+    @property
+    def is_local(self) -> bool:
+        """There are no files."""
+        return False
+
     def child(self, key: str) -> "MemoryStore":
         """A directory below."""
         return MemoryStore(f"{self._prefix}/{key}" if self._prefix else key)
@@ -382,6 +399,9 @@ class _Unsynced:
 
     def write(self, key: str, data: Any) -> None:
         self._store.write(key, data)
+
+    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Any:
+        raise NotImplementedError  # TensorStore writes what is not local
 
     def written(self, key: str) -> None:
         pass

@@ -19,6 +19,7 @@ from jaxshard import (
     _commit,
     _dtypes,
     _manifest,
+    _piecefile,
     _plan,
     _source,
     _table,
@@ -74,6 +75,7 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
         _transfer.run(
             record.requests(iter(staged)), bytes_max=job.window_bytes, timeout_s=timeout_s
         )
+        leaves = record.leaves()  # while the last files are synced
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
         with _transfer.late(timeout_s):
             syncing.finish(left)
@@ -92,7 +94,7 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
         metadata=job.metadata,
         environment=_arrays.environment(),
         compression=job.options.compression,
-        tree=dataclasses.replace(job.tree, leaves=record.leaves),
+        tree=dataclasses.replace(job.tree, leaves=leaves),
         processes=(_manifest.ProcessRecord(len(table), _table.digest_of(table).hex()),),
     )
     _commit.commit(job.store, manifest, overwrite=job.overwrite)
@@ -125,17 +127,16 @@ def _piece_file(job: SaveJob, leaf: int, number: int) -> str:
 
 
 class _Record:
-    """What is being written, and what table and manifest will say about it.
-
-    Attributes:
-      leaves: as the manifest keeps them, once all has been handed out.
-    """
-
-    leaves: tuple[LeafSpec, ...]
+    """What is being written, and what table and manifest will say about it."""
 
     def __init__(self, job: SaveJob, syncing: Syncer) -> None:
         self._job = job
         self._syncing = syncing
+        # TensorStore writes what is compressed, and to stores that are not local.
+        self._straight = (
+            job.options.compression is None and job.store.is_local and _piecefile.IS_FAST
+        )
+        self._encoder = _piecefile.PieceEncoder()
         self._hasher = _tensors.TileHasher()
         self._arrays: dict[int, Any] = {}
         self._pieces: list[tuple[int, int, list[tuple[int, bytes]]]] = []
@@ -154,7 +155,6 @@ class _Record:
         for key, data in self._small_files():
             yield self._file_request(key, data)
         yield from self._pack_requests(staged)
-        self.leaves = self._leaves_with_digests()  # while the last files are written
 
     def _piece_request(self, staged: Staged) -> Request:
         job, piece = self._job, staged.of
@@ -167,18 +167,25 @@ class _Record:
         values = _dtypes.to_stored(staged.values[0], str(leaf.dtype), layout.per_byte)
         del staged
 
-        def finish(_: Any) -> None:
-            release()
-            self._syncing.written(file)
+        digests: list[tuple[int, bytes]] = []
 
         def start() -> _transfer.Future:
-            digests = self._hasher.digests(values, piece.box, _plan.tile_lattice(layout))
-            self._pieces.append((piece.leaf, piece.number, digests))
+            if self._straight:
+                parts = self._encoder.parts(values, piece.box, layout, digests)
+                writing: _transfer.Future = self._syncing.write_parts(file, parts)
+                return writing
+            digests.extend(self._hasher.digests(values, piece.box, _plan.tile_lattice(layout)))
             if piece.leaf not in self._arrays:
                 self._arrays[piece.leaf] = _tensors.open_for_writing(
                     job.store, job.attempt, leaf, job.options.compression
                 )
             return _tensors.write_box(self._arrays[piece.leaf], piece.box, values)
+
+        def finish(_: Any) -> None:
+            self._pieces.append((piece.leaf, piece.number, digests))
+            release()
+            if not self._straight:
+                self._syncing.written(file)
 
         return Request(
             piece.nbytes,
@@ -306,7 +313,7 @@ class _Record:
             )
         return size
 
-    def _leaves_with_digests(self) -> tuple[LeafSpec, ...]:
+    def leaves(self) -> tuple[LeafSpec, ...]:
         """The leaves as the manifest keeps them."""
         sums = [0] * len(self._job.tree.leaves)
         for leaf, _, digests in self._pieces:

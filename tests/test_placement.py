@@ -641,6 +641,27 @@ def test_tiles_are_read_from_where_the_writer_put_them(tmp_path, monkeypatch, pi
         assert np.array_equal(checkpoint[name].read(middle), value[middle]), name
 
 
+@pytest.mark.parametrize("piece_bytes_max", [64 << 20, 6000])
+def test_files_are_those_that_tensorstore_writes(tmp_path, monkeypatch, piece_bytes_max):
+    monkeypatch.setattr("jaxshard._grid.TILE_BYTES", 500)
+    shapes = [(), (0, 3), (1,), (7, 5), (100, 103), (64, 48), (31, 8, 9), (24, 16, 24)]
+    values = {f"{d}{s}": awkward(d, s) for d in ("int16", "float32", "complex128") for s in shapes}
+    values["column"] = awkward("float32", (90, 70)).T
+    values["bfloat16"] = jax.device_put(awkward("bfloat16", (66, 40)), on(mesh((2, 4)), "a", "b"))
+    values["int4"] = jnp.asarray(awkward("int8", (50, 37)) % 8, jnp.int4)
+    options = SaveOptions(pack_below=0, piece_bytes_max=piece_bytes_max)
+    found = []
+    for straight in (True, False):
+        monkeypatch.setattr("jaxshard._piecefile.IS_FAST", straight)
+        path = tmp_path / str(straight)
+        jaxshard.save(path, values, options=options)
+        (data,) = path.glob("a-*/data")
+        files = [file for file in data.rglob("*") if file.is_file()]
+        found.append({str(file.relative_to(data)): file.read_bytes() for file in files})
+    assert len(found[0]) > 40
+    assert found[0] == found[1]
+
+
 def test_tiles_that_another_writer_put_in_another_order_are_found(tmp_path, monkeypatch):
     zarr = pytest.importorskip("zarr")
     monkeypatch.setattr("jaxshard._grid.TILE_BYTES", 512)
