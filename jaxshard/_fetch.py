@@ -40,8 +40,11 @@ def fetch(
     host_bytes_max: int = HOST_BYTES_MAX,
     io_mode: IoMode = "auto",
     timeout_s: float | None = None,
+    checksums: bool = False,
 ) -> Traffic:
     """Read all that is wanted; each `done` is called in the calling thread, in order.
+
+    Digests are always compared; with `checksums` also those of the Zarr codec.
 
     Raises:
       CorruptionError: bytes are missing, cut, changed or in the wrong place.
@@ -49,7 +52,7 @@ def fetch(
       StorageError: the store failed, or `timeout_s` passed.
     """
     workers = Workers("jaxshard-read", os.cpu_count() or 1, _READ_THREADS_WAITING)
-    job = _Job(source, host_bytes_max, io_mode, workers)
+    job = _Job(source, host_bytes_max, io_mode, workers, checksums=checksums)
     try:
         _transfer.run(job.requests(wants), bytes_max=host_bytes_max, timeout_s=timeout_s)
     except (CorruptionError, FileNotFoundError) as e:
@@ -82,13 +85,21 @@ class _Job:
     """One call of `fetch`: turns wants into requests."""
 
     def __init__(
-        self, source: Source, host_bytes_max: int, io_mode: IoMode, workers: Workers
+        self,
+        source: Source,
+        host_bytes_max: int,
+        io_mode: IoMode,
+        workers: Workers,
+        *,
+        checksums: bool,
     ) -> None:
         self.source = source
         self.traffic = Traffic()
         bytes_max = max(1, host_bytes_max // 8)  # several requests must fit
         self._packs = PackReader(source, bytes_max, workers, self._count)
-        self._pieces = PieceReader(source, io_mode, bytes_max, workers, self._count)
+        self._pieces = PieceReader(
+            source, io_mode, bytes_max, workers, self._count, checksums=checksums
+        )
 
     def requests(self, wants: Iterable[Want]) -> Iterator[Request]:
         for want in wants:

@@ -59,12 +59,24 @@ class PieceEncoder:
                 whole[tuple(slice(n) for n in part.shape)] = part
                 digests.append((tile, self._hasher.digest(whole[tuple(map(slice, part.shape))])))
                 yield _with_checksum(raw)
-        if layout.tile != layout.piece:
-            yield (_index(layout.tile, layout.piece, box.shape, layout.itemsize),)
+        yield (index(layout, box),)
+
+
+def index(layout: Layout, box: Box) -> bytes:
+    """What lies behind the tiles of a piece of several tiles; of one tile, nothing."""
+    if layout.tile == layout.piece:
+        return b""
+    return _index(layout.tile, layout.piece, box.shape, layout.itemsize)
+
+
+def checksum(raw: Any) -> bytes:
+    """The crc32c that lies behind these bytes."""
+    found: int = google_crc32c.value(raw)
+    return found.to_bytes(_plan.CHECKSUM_BYTES, "little")
 
 
 def _with_checksum(raw: Any) -> tuple[Any, bytes]:
-    return raw, google_crc32c.value(raw).to_bytes(_plan.CHECKSUM_BYTES, "little")
+    return raw, checksum(raw)
 
 
 @functools.lru_cache(maxsize=256)
@@ -74,10 +86,9 @@ def _index(
     """The index of a piece of a shape, which the edge of the array may have clipped."""
     cells = tuple(p // t for p, t in zip(piece, tile, strict=True))
     there = tuple(slice(-(-n // t)) for n, t in zip(shape, tile, strict=True))
-    index = np.full((*cells, 2), _ABSENT, "<u8")
-    count = index[there].size // 2
+    rows = np.full((*cells, 2), _ABSENT, "<u8")
+    count = rows[there].size // 2
     nbytes = int(np.prod(tile, dtype=np.int64)) * itemsize + _plan.CHECKSUM_BYTES
     places = np.stack([np.arange(count) * nbytes, np.full(count, nbytes)], axis=-1)
-    index[there] = places.reshape(index[there].shape)
-    raw, checksum = _with_checksum(index.tobytes())
-    return bytes(raw) + checksum
+    rows[there] = places.reshape(rows[there].shape)
+    return b"".join(_with_checksum(rows.tobytes()))

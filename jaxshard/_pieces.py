@@ -13,7 +13,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxshard import _buffers, _dtypes, _places, _plan, _tensors
+import numpy as np
+
+from jaxshard import _buffers, _dtypes, _piecefile, _places, _plan, _tensors
 from jaxshard._assembly import Assembly
 from jaxshard._boxes import Box
 from jaxshard._buffers import Array
@@ -35,6 +37,7 @@ class PieceReader:
       bytes_max: upper limit of a request of more than one tile.
       workers: threads that read.
       count: told the bytes that each request has read.
+      checksums: compare those too that are there for other readers of Zarr.
     """
 
     def __init__(
@@ -44,8 +47,11 @@ class PieceReader:
         bytes_max: int,
         workers: Workers,
         count: Callable[[int], None],
+        *,
+        checksums: bool,
     ) -> None:
         self._source = source
+        self._checksums = checksums
         self._io_mode: IoMode = io_mode
         self._straight = source.manifest.compression is None and io_mode == "auto"
         self._bytes_max = min(bytes_max, _RUN_BYTES_MAX)
@@ -133,10 +139,13 @@ class PieceReader:
                 found = store.size(file)  # before TensorStore maps it or takes memory for it
             _tensors.require_length(assembly.leaf.name, file, found, length)
             for i, place in enumerate(run.places):
-                tile = raw[i * each : (i + 1) * each - _plan.CHECKSUM_BYTES]
+                tile, checksum = np.split(raw[i * each : (i + 1) * each], [-_plan.CHECKSUM_BYTES])
                 values = tile.view(dtype).reshape(layout.tile)[_corner(place.box)]
                 digest = digests[run.position + i]
-                if not self._straight or self._hasher.digest(values) != digest:
+                sound = self._straight and self._hasher.digest(values) == digest
+                if sound and self._checksums:
+                    sound = _piecefile.checksum(tile) == checksum.tobytes()
+                if not sound:
                     # The index of the file, which TensorStore reads, may say another place.
                     values = _buffers.empty(place.box.shape, dtype)
                     _tensors.read_box(array(), place.box, values).result()

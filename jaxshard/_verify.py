@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxshard import _assembly, _fetch, _places, _plan, _source, _table, _tensors, _zarr
+from jaxshard import _assembly, _fetch, _piecefile, _places, _plan, _source, _table, _tensors, _zarr
+from jaxshard._boxes import Box
 from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted, size_text
 from jaxshard._fetch import raise_if_replaced
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._reader import open_checkpoint
 from jaxshard._registry import Shown
-from jaxshard._spec import LeafSpec, layout_of
+from jaxshard._spec import Layout, LeafSpec, layout_of
 from jaxshard._store import PathLike, Store, open_store, storage_errors
 
 _BLOCK_BYTES = 16 << 20
@@ -305,8 +306,29 @@ class _Check:
             for box in boxes
             for block in _places.blocks(layout, box, _BLOCK_BYTES)
         ]
-        _fetch.fetch(self.source, wants, host_bytes_max=8 * _BLOCK_BYTES, io_mode="pread")
+        straight = (
+            _piecefile.IS_FAST
+            and self.manifest.compression is None
+            and all(map(functools.partial(self._index_is_ours, layout), pieces, boxes))
+        )
+        _fetch.fetch(
+            self.source,
+            wants,
+            host_bytes_max=8 * _BLOCK_BYTES,
+            io_mode="auto" if straight else "pread",  # TensorStore knows what to make of it
+            checksums=True,
+        )
         self.nbytes += sum(box.size for box in boxes) * layout.itemsize
+
+    def _index_is_ours(self, layout: Layout, piece: int, box: Box) -> bool:
+        index = _piecefile.index(layout, box)
+        found = bytearray(len(index))
+        if index:
+            position = _plan.piece_lattice(layout).position(piece)
+            file = _tensors.piece_file(self.attempt, layout, position)
+            at = _plan.file_bytes(layout, box) - len(index)
+            self.store.read_range(file, at, memoryview(found))
+        return found == index
 
     def _verified(self, nbytes: int, _: Any) -> None:
         """Verified values are not kept."""
