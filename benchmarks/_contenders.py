@@ -63,6 +63,14 @@ class Jaxshard:
         return str(self.jaxshard.__version__)
 
 
+class JaxshardCopy(Jaxshard):
+    """The same, and its background saves copy first, instead of holding views."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(state)
+        self.background = self.jaxshard.SaveOptions(snapshot="copy")
+
+
 class BareLoop:
     """No save at all: only the views that any snapshot on CPU has to take."""
 
@@ -351,6 +359,7 @@ class Read2(Read):
 
 CONTENDERS: dict[str, Any] = {
     "jaxshard": Jaxshard,
+    "jaxshard-copy": JaxshardCopy,
     "orbax": OrbaxDefault,
     "orbax-tuned": OrbaxTuned,
     "orbax-v1": OrbaxV1,

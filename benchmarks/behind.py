@@ -7,7 +7,9 @@ times that under `cp`, and one save may cost 1 % of the wall time at the interva
 
 A real step (GPT-2, AdamW, donated state) runs for some seconds; a new save begins as soon as the
 last one is on the disk and deleted. The call that begins it is not in the step's time (blocking.py
-is about it) but in what one save costs.
+is about it) but in what one save costs. With views (the default on CPU) the call is short and the
+next donating step copies what it would have used again; with `snapshot="copy"` it is the other way
+round.
 """
 
 import functools
@@ -28,6 +30,7 @@ from benchmarks._rounds import Ask
 
 STATES = ("mini", "mixed", "tiny-gpt2")
 QUIET, CP = "no save", "cp"
+COPY = "jaxshard-copy"  # SaveOptions(snapshot="copy")
 _SECONDS = {"mini": 8.0, "mixed": 30.0, "tiny-gpt2": 0.5}
 _MTBF_S = 4 * 3600  # a machine that fails six times a day
 _COPY = 'cp -r "$1" "$2" && find "$2" -type f -exec sync -d {} +'  # durable, as the others
@@ -103,7 +106,7 @@ class Trainer:
 
 def run(ask: Ask) -> list[Result]:
     """Train in turn, each for some seconds."""
-    names = (QUIET, CP, *ask.among((US, "orbax", "orbax-tuned")))
+    names = (QUIET, CP, *ask.among((US, COPY, "orbax", "orbax-tuned")))
     answers: dict[str, list[dict[str, Any]]] = {}
     notes: list[str] = []
     _rounds.touch(_states.nbytes(ask.state) * 3 * len(names))
@@ -142,7 +145,8 @@ def _results(ask: Ask, answers: dict[str, list[dict[str, Any]]], notes: list[str
     del costs[QUIET]
     cost = Result("behind", f"{ask.state}, cost of one save", "ms", costs)
     if ask.state != "tiny-gpt2":
-        p99.expect(f"{US} / {CP}", p99.ratio(US, CP), at_most=1.1)
+        for name in filter(answers.__contains__, (US, COPY)):
+            p99.expect(f"{name} / {CP}", p99.ratio(name, CP), at_most=1.1)
         lost = cost.median(US) / 1e3
         interval = math.sqrt(2 * _MTBF_S * max(lost, 1e-3))
         cost.expect("of the wall time at the interval of Young and Daly",
