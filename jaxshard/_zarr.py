@@ -42,7 +42,11 @@ def array_metadata(leaf: LeafSpec, layout: Layout, compression: str | None) -> d
         attributes["shape"] = list(leaf.array_shape or ())
     if leaf.key_impl is not None:
         attributes["key_impl"] = leaf.key_impl
-    return _array(layout.shape, layout.dtype, layout.piece, codecs, {"jaxshard": attributes})
+    metadata = _array(layout.shape, layout.dtype, layout.piece, codecs, {"jaxshard": attributes})
+    # xarray opens nothing without them, and no group where one name has two sizes.
+    component = layout.path.rpartition("/")[2]
+    metadata["dimension_names"] = [f"{component}.{axis}" for axis in range(len(layout.shape))]
+    return metadata
 
 
 def pack_metadata(segment_bytes: int, segments: int) -> dict[str, Any]:

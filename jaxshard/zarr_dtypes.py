@@ -17,8 +17,9 @@ Example:
   ...     group["w"][0]
   array([1, 1, 1], dtype=bfloat16)
 
-Xarray cannot open a checkpoint as a dataset (`open_zarr` asks for names of dimensions, which leaves
-do not have), but takes the arrays of the group: `xarray.DataArray(group["w"], dims=("in", "out"))`.
+Xarray opens the group too: `xarray.open_zarr(ckpt.zarr_root, consolidated=False)`, and
+`xarray.open_datatree(..., engine="zarr")` with all that is below. The dimensions of a leaf `w` are
+`w.0`, `w.1` and so on.
 
 Format: docs/format.md, "Element types".
 Source: the zarr-extensions registry, data type `bfloat16` and those named `float8_…`.

@@ -218,7 +218,14 @@ def test_xarray_takes_the_arrays_of_the_group(flat):
     assert dict(data.sizes) == {"in": 2, "out": 3}
 
 
-def test_xarray_asks_for_names_of_dimensions_before_it_opens_a_group(flat):
-    """The module says so; when this fails, xarray has learned it and the text can go."""
-    with pytest.raises(KeyError, match="dimension_names"):
-        xarray.open_zarr(flat, consolidated=False)
+def test_xarray_opens_the_group(flat):
+    data = xarray.open_zarr(flat, consolidated=False)
+    assert dict(data.sizes) == {"w.0": 2, "w.1": 3, "h.0": 3}
+    assert data["w"].sum("w.0").values.tolist() == [3.0, 5.0, 7.0]
+    assert data["h"].dtype == ml_dtypes.bfloat16
+
+
+def test_xarray_opens_all_groups_as_a_tree(checkpoint):
+    tree = xarray.open_datatree(checkpoint.zarr_root, engine="zarr", consolidated=False)
+    found = {f"{node.path}/{name}".strip("/") for node in tree.subtree for name in node.data_vars}
+    assert found == set(arrays(checkpoint))
