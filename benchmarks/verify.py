@@ -2,8 +2,8 @@
 
 Sketch: every byte is read once and digested. One thread reads 15 GB/s from the page cache into a
 buffer that stays in the processor's (`read-1`, what `cat` does; `read-2` is two threads), digests
-run at 25 GB/s, TensorStore's checksums at about the same: some 5 GB/s on one core. Nobody else has
-such a thing; the limit is reading the same files and looking at nothing.
+run at 25 GB/s, checksums at 7: some 3 GB/s on one core, twice that on two. Nobody else has such a
+thing; the limit is reading the same files and looking at nothing.
 """
 
 from benchmarks import _rounds, _states

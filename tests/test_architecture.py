@@ -184,6 +184,10 @@ def test_only_store_and_tensors_import_tensorstore():
     assert importers("tensorstore") == {"_store.py", "_tensors.py"}
 
 
+def test_only_piecefile_makes_checksums():
+    assert importers("google_crc32c") == {"_piecefile.py"}
+
+
 def test_tensorstore_is_imported_at_first_use_only():
     assert importers("tensorstore", top_level=True) == set()
 
