@@ -1,9 +1,10 @@
 """How long does a load take, until the arrays are usable: on the same mesh, and on others?
 
 Sketch: bytes / what two threads read from the page cache into memory that was touched (5-14 GB/s),
-plus a digest (25 GB/s) and a copy of every tile (5-10 GB/s by core), plus page faults where memory is
-new. 805 MB in 0.06-0.16 s raw, so about 0.2 s, at most three times raw. On another mesh the same
-tiles are read, some of them copied to several places. PyTorch DCP and safetensors fill tensors of the host; they know no mesh.
+plus a digest (25 GB/s) and a copy of every tile (5-10 GB/s by core), plus page faults where memory
+is new. 805 MB in 0.06-0.16 s raw, so about 0.2 s, at most three times raw. On another mesh the same
+tiles are read, some of them copied to several places. PyTorch DCP and safetensors fill tensors of
+the host; they know no mesh.
 """
 
 from collections.abc import Callable, Sequence

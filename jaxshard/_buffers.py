@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 import mmap
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 _HUGE_PAGE = 2 << 20
 _SLOW_S = 0.0015  # to clear a huge page takes a tenth
+_SLOW_MAX = 2  # in a row: one may have waited for its turn
+_SCRATCH_BYTES_MAX = 32 << 20  # that lie idle
 TRIM_BYTES = 16 << 20  # less traffic than this leaves nothing worth giving back
 
 
@@ -33,7 +36,7 @@ class _Areas:
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []  # oldest first; append and remove are atomic
-        self._huge = hasattr(mmap, "MADV_HUGEPAGE")
+        self._slow = 0 if hasattr(mmap, "MADV_HUGEPAGE") else _SLOW_MAX
 
     def take(self, nbytes: int) -> mmap.mmap:
         """A private mapping with at least so many bytes behind its first multiple of 2 MiB."""
@@ -53,19 +56,31 @@ class _Areas:
         while unfit < length and self._free:
             with contextlib.suppress(IndexError):
                 unfit += len(self._free.pop(0))
-        area = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if self._huge:
-            area.madvise(mmap.MADV_HUGEPAGE)
-            began = time.perf_counter()
-            area[_HUGE_PAGE] = 0
-            self._huge = time.perf_counter() - began < _SLOW_S
+        try:
+            area = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise MemoryError(f"{length:,} bytes: {e.strerror}") from e
+        if self._slow < _SLOW_MAX:
+            self._use_huge_pages(area)
         return area
+
+    def _use_huge_pages(self, area: mmap.mmap) -> None:
+        try:
+            area.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them
+            self._slow = _SLOW_MAX
+            return
+        began = time.perf_counter()
+        area[_HUGE_PAGE] = 0
+        slow = time.perf_counter() - began > _SLOW_S
+        self._slow = self._slow + 1 if slow else 0
 
     def give_back(self, area: mmap.mmap) -> None:
         """No array lies in it any more."""
         if hasattr(mmap, "MADV_FREE"):
-            area.madvise(mmap.MADV_FREE)
-            self._free.append(area)
+            with contextlib.suppress(OSError):  # locked memory cannot be lent back
+                area.madvise(mmap.MADV_FREE)
+                self._free.append(area)
 
 
 _areas = _Areas()
@@ -98,20 +113,22 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: list[Array] = []
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[Array]:
         """`[nbytes]` of uint8, uninitialised, for a while."""
-        try:
-            raw = self._free.pop()
-        except IndexError:
-            raw = empty((nbytes,), np.dtype(np.uint8))
-        if len(raw) < nbytes:
+        with self._lock:
+            fits = next((i for i, raw in enumerate(self._free) if len(raw) >= nbytes), None)
+            raw = None if fits is None else self._free.pop(fits)
+        if raw is None:
             raw = empty((nbytes,), np.dtype(np.uint8))
         try:
             yield raw[:nbytes]
         finally:
-            self._free.append(raw)
+            with self._lock:
+                if sum(map(len, self._free)) + len(raw) <= _SCRATCH_BYTES_MAX:
+                    self._free.append(raw)
 
 
 @functools.cache

@@ -1,11 +1,10 @@
 """Boxes of leaves of one checkpoint into host buffers, each tile read once and verified.
 
-Between what is wanted and the values: reads within the byte budget, compares the digest of every
-tile, and hands each leaf over as soon as it is whole. Knows nothing of jax.
+Between what is wanted and the values: reads within the byte budget, and hands each leaf over as
+soon as it is whole. Knows nothing of jax.
 """
 
 import dataclasses
-import os
 from collections.abc import Iterable, Iterator
 
 from jaxshard import _buffers, _tensors, _transfer
@@ -15,13 +14,13 @@ from jaxshard._packs import PackReader
 from jaxshard._pieces import PieceReader
 from jaxshard._source import Source
 from jaxshard._tensors import IoMode
-from jaxshard._threads import Workers
+from jaxshard._threads import Workers, cores
 from jaxshard._transfer import Request
 
 HOST_BYTES_MAX = 256 << 20
 # What is in the memory of the machine comes fastest with a thread for each core; a disk, and even
 # more a store that is far away, wants more requests.
-_READ_THREADS_WAITING = 16
+_READ_THREADS_MAX = 16
 _END_S = 5.0  # a disk may hang
 
 
@@ -51,14 +50,14 @@ def fetch(
       CheckpointReplacedError: a writer replaced or deleted the checkpoint meanwhile.
       StorageError: the store failed, or `timeout_s` passed.
     """
-    workers = Workers("jaxshard-read", os.cpu_count() or 1, _READ_THREADS_WAITING)
+    workers = Workers("jaxshard-read", min(cores(), _READ_THREADS_MAX), _READ_THREADS_MAX)
     job = _Job(source, host_bytes_max, io_mode, workers, checksums=checksums)
     try:
         _transfer.run(job.requests(wants), bytes_max=host_bytes_max, timeout_s=timeout_s)
     except (CorruptionError, FileNotFoundError) as e:
         raise_if_replaced(source, e)
         if isinstance(e, FileNotFoundError):
-            raise _tensors.missing_file("?", str(e.filename)) from e
+            raise _tensors.missing_file("data", str(e.filename)) from e
         raise
     finally:
         workers.end(_END_S)

@@ -100,7 +100,7 @@ class PackReader:
         nbytes = offsets[-1] + sizes[-1]
         digests = entries.digest[rows].tobytes()
         assemblies = list({id(a): a for a, _ in wanted}.values())
-        name = assemblies[0].leaf.name
+        where = f"leaf {assemblies[0].leaf.name!r}"
         for assembly in assemblies:
             assembly.pending += 1
 
@@ -108,7 +108,7 @@ class PackReader:
             data = _buffers.empty((nbytes,), np.dtype(np.uint8))
             length = entries.segment_bytes(process)
             there = self._source.store.read_range(file, start - segment * length, data.data)
-            _tensors.require_length(name, file, there, length)
+            _tensors.require_length(where, file, there, length)
             parts = [data[o : o + n] for o, n in zip(offsets, sizes, strict=True)]
             found = [digest_of(part) for part in parts]
             if b"".join(found) != digests:
@@ -132,7 +132,7 @@ class PackReader:
             nbytes,
             lambda: self._workers.start(read),
             finish,
-            lambda e: _tensors.read_error(e, name, file),
+            lambda e: _tensors.read_error(e, where, file),
         )
 
     def _raise_wrong(
@@ -145,4 +145,4 @@ class PackReader:
         for i, digest in enumerate(found):
             if digest != digests[16 * i : 16 * (i + 1)]:
                 assembly, place = wanted[i]
-                raise not_what_was_written(assembly.leaf.name, file, place.tile)
+                raise not_what_was_written(f"leaf {assembly.leaf.name!r}", file, place.tile)

@@ -59,7 +59,8 @@ class PieceEncoder:
                 whole[tuple(slice(n) for n in part.shape)] = part
                 digests.append((tile, self._hasher.digest(whole[tuple(map(slice, part.shape))])))
                 yield _with_checksum(raw)
-        yield (index(layout, box),)
+        if layout.tile != layout.piece:
+            yield (index(layout, box),)
 
 
 def index(layout: Layout, box: Box) -> bytes:

@@ -11,7 +11,7 @@ What is compressed, or is not found where it should be, is read by TensorStore.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,13 +19,15 @@ from jaxshard import _buffers, _dtypes, _piecefile, _places, _plan, _tensors
 from jaxshard._assembly import Assembly
 from jaxshard._boxes import Box
 from jaxshard._buffers import Array
-from jaxshard._places import TileRun
+from jaxshard._places import Place, TileRun
 from jaxshard._source import Source, not_what_was_written
+from jaxshard._spec import Layout
 from jaxshard._tensors import IoMode
 from jaxshard._threads import Workers
 from jaxshard._transfer import Future, Request
 
 _RUN_BYTES_MAX = 8 << 20  # of one request
+_LARGE_BYTES = 4 << 30
 
 
 class PieceReader:
@@ -63,6 +65,7 @@ class PieceReader:
     def requests(self, assembly: Assembly) -> Iterator[Request]:
         """All of a leaf."""
         layout = assembly.layout._replace(path="")
+        self._require_there(assembly)
         runs = _places.tile_runs(layout, assembly.stored_boxes, self._bytes_max)
         pieces = dict.fromkeys(run.piece for run in runs)
         digests = {piece: self._source.piece_digests(assembly.number, piece) for piece in pieces}
@@ -72,6 +75,14 @@ class PieceReader:
             yield self._request(assembly, array, run, digests[run.piece])
         assembly.seal()
 
+    def _require_there(self, assembly: Assembly) -> None:
+        """Of a large leaf there is a first file: a manifest may claim what no memory can hold."""
+        if assembly.layout.nbytes > _LARGE_BYTES:
+            file = _tensors.piece_file(self._source.manifest.attempt, assembly.layout, 0)
+            found = self._source.store.size(file)
+            expected = self._source.file_bytes(assembly.number, 0)
+            _tensors.require_length(f"leaf {assembly.leaf.name!r}, piece 0", file, found, expected)
+
     def _open(self, assembly: Assembly) -> Any:
         manifest = self._source.manifest
         return _tensors.open_for_reading(
@@ -79,12 +90,8 @@ class PieceReader:
             manifest.attempt,
             assembly.leaf,
             manifest.compression,
-            self._io_mode,
+            "pread" if self._straight else self._io_mode,  # what is damaged is not mapped
         )
-
-    def _file(self, assembly: Assembly, piece: int) -> str:
-        position = _plan.piece_lattice(assembly.layout).position(piece)
-        return _tensors.piece_file(self._source.manifest.attempt, assembly.layout, position)
 
     def _request(
         self,
@@ -93,16 +100,18 @@ class PieceReader:
         run: TileRun,
         digests: list[bytes],
     ) -> Request:
-        file = self._file(assembly, run.piece)
-        length = self._source.file_bytes(assembly.number, run.piece)
-        each = _plan.stored_tile_bytes(assembly.layout)
+        attempt, layout = self._source.manifest.attempt, assembly.layout
+        of = _Of(
+            f"leaf {assembly.leaf.name!r}, piece {run.piece}",
+            _tensors.piece_file(attempt, layout, run.piece),
+            self._source.file_bytes(assembly.number, run.piece),
+        )
+        each = _plan.stored_tile_bytes(layout)
         nbytes = len(run.places) * each
 
         def start() -> Future:
             targets = [assembly.targets(place) for place in run.places]
-            return self._workers.start(
-                lambda: self._read(assembly, array, file, length, run, digests, targets)
-            )
+            return self._workers.start(lambda: self._read(of, layout, array, run, digests, targets))
 
         def finish(_: Any) -> None:
             self._count(nbytes)
@@ -112,47 +121,68 @@ class PieceReader:
             nbytes + each,  # a tile at the edge is gathered for its digest
             start,
             finish,
-            lambda e: _tensors.read_error(e, assembly.leaf.name, file),
+            lambda e: _tensors.read_error(e, of.where, of.file),
         )
 
     # On the threads
 
     def _read(
         self,
-        assembly: Assembly,
+        of: "_Of",
+        layout: Layout,
         array: Callable[[], Any],
-        file: str,
-        length: int,
         run: TileRun,
         digests: list[bytes],
         targets: list[list[Array]],
     ) -> None:
         """Read tiles, compare them, and put them where they go."""
-        layout = assembly.layout
-        each = _plan.stored_tile_bytes(layout)
+        expected = digests[run.position : run.position + len(run.places)]
+        each = zip(run.places, expected, targets, strict=True)
+        if not self._straight:
+            # The length first: TensorStore maps the file, or takes memory for what is in it.
+            found = self._source.store.size(of.file)
+            _tensors.require_length(of.where, of.file, found, of.nbytes)
+            for place, digest, into in each:
+                _put(self._decoded(of, layout, array, place, digest), place, into)
+            return
+        stored = _plan.stored_tile_bytes(layout)
         dtype = _dtypes.numpy_dtype(layout.dtype)
-        with self._scratch.lend(len(run.places) * each) as raw:
-            store = self._source.store
-            if self._straight:
-                found: int | None = store.read_range(file, run.position * each, raw.data)
-            else:
-                found = store.size(file)  # before TensorStore maps it or takes memory for it
-            _tensors.require_length(assembly.leaf.name, file, found, length)
-            for i, place in enumerate(run.places):
-                tile, checksum = np.split(raw[i * each : (i + 1) * each], [-_plan.CHECKSUM_BYTES])
+        with self._scratch.lend(len(run.places) * stored) as raw:
+            found = self._source.store.read_range(of.file, run.position * stored, raw.data)
+            _tensors.require_length(of.where, of.file, found, of.nbytes)
+            for i, (place, digest, into) in enumerate(each):
+                tile, checksum = np.split(raw[i * stored :][:stored], [-_plan.CHECKSUM_BYTES])
                 values = tile.view(dtype).reshape(layout.tile)[_corner(place.box)]
-                digest = digests[run.position + i]
-                sound = self._straight and self._hasher.digest(values) == digest
+                sound = self._hasher.digest(values) == digest
                 if sound and self._checksums:
                     sound = _piecefile.checksum(tile) == checksum.tobytes()
                 if not sound:
                     # The index of the file, which TensorStore reads, may say another place.
-                    values = _buffers.empty(place.box.shape, dtype)
-                    _tensors.read_box(array(), place.box, values).result()
-                    if self._hasher.digest(values) != digest:
-                        raise not_what_was_written(assembly.leaf.name, file, place.tile)
-                for target, part in zip(targets[i], place.parts, strict=True):
-                    target[...] = values[part.inside]
+                    values = self._decoded(of, layout, array, place, digest)
+                _put(values, place, into)
+
+    def _decoded(
+        self, of: "_Of", layout: Layout, array: Callable[[], Any], place: Place, digest: bytes
+    ) -> Array:
+        """A tile, read by TensorStore."""
+        values = _buffers.empty(place.box.shape, _dtypes.numpy_dtype(layout.dtype))
+        _tensors.read_box(array(), place.box, values).result()
+        if self._hasher.digest(values) != digest:
+            raise not_what_was_written(of.where, of.file, place.tile)
+        return values
+
+
+class _Of(NamedTuple):
+    """The file of a piece: whose it is, in words, its key, and its length."""
+
+    where: str
+    file: str
+    nbytes: int
+
+
+def _put(values: Array, place: Place, targets: list[Array]) -> None:
+    for target, part in zip(targets, place.parts, strict=True):
+        target[...] = values[part.inside]
 
 
 def _corner(box: Box) -> tuple[slice, ...]:

@@ -197,7 +197,7 @@ def plan_save(
         layout = leaf.layout
         if layout is None or leaf.same_as is not None:
             continue
-        nbytes = _piece_sizes(layout.shape, layout.piece) * layout.itemsize
+        nbytes = cell_sizes(layout.shape, layout.piece) * layout.itemsize
         numbers.append(number)
         sizes.append(nbytes)
         held = holders[number]
@@ -234,7 +234,7 @@ def _per_cell(lattice: Lattice, axis_values: Sequence[Column], combine: np.ufunc
 
 
 @functools.lru_cache(maxsize=1024)
-def _piece_sizes(shape: tuple[int, ...], cell: tuple[int, ...]) -> Column:
+def cell_sizes(shape: tuple[int, ...], cell: tuple[int, ...]) -> Column:
     """`[cells]` number of elements of each cell, clipped to the array."""
     lattice = Lattice(shape, cell)
     lengths = [
@@ -259,7 +259,7 @@ def _tile_columns(
     inside = [
         np.arange(count) * t // p for count, t, p in zip(tiles.counts, tile, piece, strict=True)
     ]
-    return _outer(tiles, inside, pieces.counts), _piece_sizes(shape, tile)
+    return _outer(tiles, inside, pieces.counts), cell_sizes(shape, tile)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -34,7 +34,7 @@ from jaxshard._spec import Layout, LeafSpec, TreeSpec, stored_shape
 from jaxshard._store import Store, storage_errors
 
 PACK_BUFFERS = 4  # files of a pack in memory: one is filled while the others are written
-_WINDOW_BYTES = 128 << 20  # of pieces in flight; TensorStore copies those with narrow tiles
+_WINDOW_BYTES = 128 << 20  # of pieces in flight, and of tiles that are gathered
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

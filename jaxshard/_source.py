@@ -85,7 +85,16 @@ class Source:
 
     def packed_rows(self, leaf: int) -> Column:
         """Rows of `entries` that hold the tiles of a packed leaf, by tile."""
-        return self._in_order(self.entries.rows, leaf, "packed tile")
+        rows = self._in_order(self.entries.rows, leaf, "packed tile")
+        layout = layout_of(self.leaf(leaf))
+        sizes = _plan.cell_sizes(layout.shape, layout.tile) * layout.itemsize
+        if not np.array_equal(self.entries.nbytes[rows], sizes):
+            raise CorruptionError(
+                f"leaf {self.manifest.tree.leaves[leaf].name!r}: expected packed tiles of the "
+                "sizes of its grid, the tables have others",
+                kind=Kind.TABLE_DAMAGED, hint=HINT,
+            )  # fmt: skip
+        return rows
 
     def _in_order(self, rows: "_Rows", leaf: int, what: str) -> Column:
         found = rows.of(leaf)
@@ -123,7 +132,7 @@ class Source:
         process, row = self.piece_row(leaf, piece)
         table = self.tables[process]
         expected = _plan.tiles_in(layout, _plan.piece_lattice(layout).box(piece))
-        first = int(table.first_digest[row])
+        first = int(self._first_digests[process][row])
         digests = table.digests[first : first + int(table.pieces[row]["tiles"])]
         if len(digests) != expected:
             raise CorruptionError(
@@ -132,6 +141,10 @@ class Source:
                 kind=Kind.TABLE_DAMAGED, hint=HINT,
             )  # fmt: skip
         return [digest.tobytes() for digest in digests]
+
+    @functools.cached_property
+    def _first_digests(self) -> list[Column]:
+        return [table.first_digest for table in self.tables]
 
     def require_complete(self, number: int) -> None:
         """The tables have as many tiles of a leaf as its shape asks for.
@@ -240,10 +253,10 @@ class Entries:
         return process, file - int(self._first_file[process])
 
 
-def not_what_was_written(name: str, file: str, tile: int) -> CorruptionError:
+def not_what_was_written(where: str, file: str, tile: int) -> CorruptionError:
     """The error for a tile whose digest is another one than its writer's."""
     return CorruptionError(
-        f"leaf {name!r}, tile {tile}, file {file!r}: its bytes are not those that were "
+        f"{where}, tile {tile}, file {file!r}: its bytes are not those that were "
         "written (changed, or the file is in another one's place)",
         path=file,
         hint=HINT,

@@ -1,4 +1,4 @@
-"""Boxes of arrays and entries of packs <-> bytes in a store, through TensorStore.
+"""Boxes of arrays <-> bytes in a store, through TensorStore; what its errors mean; digests.
 
 Arrays are opened with the metadata that the manifest implies (no `zarr.json` is read). A missing
 chunk is an error, never zeros. TensorStore is imported at first use.
@@ -6,6 +6,7 @@ chunk is an error, never zeros. TensorStore is imported at first use.
 Source: TensorStore's zarr3 and file drivers; what was measured is in docs/performance.md.
 """
 
+import errno
 import functools
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxshard import _plan
 from jaxshard._boxes import Box, Lattice
 from jaxshard._buffers import Array, Scratch
 from jaxshard._errors import CorruptionError, Kind, StorageError
@@ -126,22 +128,22 @@ def read_box(array: Any, box: Box, into: Array) -> Future:
     return future
 
 
-def read_error(error: Exception, name: str, file: str) -> Exception:
-    """What a failed read means: damage, or a passing fault of the store."""
+def read_error(error: Exception, where: str, file: str) -> Exception:
+    """What a failed read means: damage, or a passing fault of the store; `where` as below."""
     text = str(error)
     status = text.split(":", 1)[0]
-    if isinstance(error, (CorruptionError, StorageError)):
+    if isinstance(error, (CorruptionError, StorageError, MemoryError)):
         return error
     if status == "NOT_FOUND" or isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return missing_file(name, file)
+        return missing_file(where, file)
     if status in {"DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE", "INVALID_ARGUMENT"}:
         return CorruptionError(
-            f"leaf {name!r}, file {file!r}: damaged: {_essence(error)}",
+            f"{where}, file {file!r}: damaged: {_essence(error)}",
             kind=Kind.DATA_DAMAGED,
             path=file,
             hint="jaxshard.verify(path) lists every damaged file",
         )
-    message = f"leaf {name!r}, file {file!r}: cannot be read: {_essence(error)}"
+    message = f"{where}, file {file!r}: cannot be read: {_essence(error)}"
     return StorageError(message, path=file)
 
 
@@ -153,27 +155,33 @@ def _essence(error: Exception) -> str:
     return (found[1] or found[2]).strip() if found else f"{error!s:.300}"
 
 
-def missing_file(name: str, file: str) -> CorruptionError:
-    """The error for a file that is not there."""
+def missing_file(where: str, file: str) -> CorruptionError:
+    """The error for a file that is not there; `where` as below."""
     return CorruptionError(
-        f"leaf {name!r}, file {file!r}: expected to exist, found nothing",
+        f"{where}, file {file!r}: expected to exist, found nothing",
         kind=Kind.DATA_MISSING,
         path=file,
         hint="jaxshard.verify(path) lists every missing file",
     )
 
 
-def require_length(name: str, file: str, found: int | None, expected: int) -> None:
+def require_length(where: str, file: str, found: int | None, expected: int) -> None:
     """Refuse a file that has not the length that its writer gave it.
+
+    Args:
+      where: whose file it is: the leaf, and the piece if it is of one.
+      file: its key.
+      found: its length, None if there is none.
+      expected: the length that it must have.
 
     Raises:
       CorruptionError: it has another one, or there is no file.
     """
     if found is None:
-        raise missing_file(name, file)
+        raise missing_file(where, file)
     if found != expected:
         raise CorruptionError(
-            f"leaf {name!r}, file {file!r}: expected {expected} bytes, found {found}",
+            f"{where}, file {file!r}: expected {expected} bytes, found {found}",
             path=file,
             hint="jaxshard.verify(path) lists every damaged file",
         )
@@ -181,11 +189,15 @@ def require_length(name: str, file: str, found: int | None, expected: int) -> No
 
 def write_error(error: Exception, name: str | None, file: str) -> Exception:
     """What a failed write means; `name` of the leaf, None for a pack."""
-    if isinstance(error, StorageError):
+    if isinstance(error, (StorageError, MemoryError)):
         return error
     where = f"file {file!r}" if name is None else f"leaf {name!r}, file {file!r}"
     text = _essence(error)
-    full = "No space left" in text or str(error).startswith("RESOURCE_EXHAUSTED")
+    full = (
+        getattr(error, "errno", None) in {errno.ENOSPC, errno.EDQUOT}
+        or "No space left" in text  # TensorStore's
+        or str(error).startswith("RESOURCE_EXHAUSTED")
+    )
     return StorageError(
         f"{where}: cannot be written: {text}",
         kind=Kind.NO_SPACE if full else Kind.STORAGE,
@@ -225,6 +237,7 @@ class TileHasher:
             return digest_of(raw)
 
 
-def piece_file(attempt: str, layout: Layout, position: tuple[int, ...]) -> str:
+def piece_file(attempt: str, layout: Layout, piece: int) -> str:
     """Key of the file of one piece."""
+    position = _plan.piece_lattice(layout).position(piece)
     return f"{attempt}/data/{layout.path}/{chunk_key(position)}"

@@ -4,6 +4,7 @@ Daemons, since a disk that hangs must not keep the interpreter from ending.
 """
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -13,6 +14,13 @@ from typing import Any
 
 _TURN_S = 0.005  # a thread that works may wait as long for its turn (sys.getswitchinterval)
 _Call = tuple[Future[Any], Callable[[], Any]]
+
+
+def cores() -> int:
+    """How many threads of this process can run at once."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Workers:
@@ -63,10 +71,12 @@ class Workers:
                 self._waits()
 
     def _waits(self) -> None:
-        if self._limit < self._limit_waiting:
+        with self._starting:
+            if self._limit >= self._limit_waiting:
+                return
             self._limit = self._limit_waiting
-            for _ in range(self._calls.qsize()):
-                self._start_thread()
+        for _ in range(self._calls.qsize()):
+            self._start_thread()
 
     def end(self, timeout_s: float | None = None) -> bool:
         """Let the threads end after what was begun; whether they did within `timeout_s`."""
@@ -81,9 +91,13 @@ class Workers:
 
 
 def _run(future: "Future[Any]", call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         result = call()
     except BaseException as e:  # noqa: BLE001  (it is raised where the result is asked for)
         future.set_exception(e)
     else:
         future.set_result(result)
+    finally:
+        del future, call  # the error holds this frame, and the future the error: a cycle

@@ -4,6 +4,7 @@ One loop in the calling thread over the futures of TensorStore, or of `_threads.
 loop. Requests are made lazily, so that what they hold in memory is bounded too.
 """
 
+import concurrent.futures
 import contextlib
 import time
 from collections import deque
@@ -60,8 +61,8 @@ def run(
     None among the requests means that the next one is not there yet: what is in flight is finished
     meanwhile, since the next one may wait for the memory that it holds.
 
-    When one fails, no further one is begun, those in flight are waited for (each a few seconds at
-    most: a disk may hang), and its error is raised.
+    When one fails, no further one is begun, those in flight are waited for (a few seconds at most:
+    a disk may hang), and its error is raised.
 
     Raises:
       StorageTimeoutError: not done after `timeout_s`.
@@ -73,25 +74,27 @@ def run(
         for request in requests:
             if request is None:
                 if flying:
-                    _finish(*flying[0], deadline, timeout_s)
-                    held -= flying.popleft()[0].nbytes
+                    held -= _finish_first(flying, deadline, timeout_s)
                 continue
             while flying and (held + request.nbytes > bytes_max or len(flying) >= _IN_FLIGHT_MAX):
-                _finish(*flying[0], deadline, timeout_s)
-                held -= flying.popleft()[0].nbytes
+                held -= _finish_first(flying, deadline, timeout_s)
             flying.append((request, request.start()))
             held += request.nbytes
         while flying:
-            _finish(*flying[0], deadline, timeout_s)
-            flying.popleft()
+            _finish_first(flying, deadline, timeout_s)
     finally:
-        for _, future in flying:
-            _settle(future)
+        _settle(flying)
 
 
-def _finish(
-    request: Request, future: Future, deadline: float | None, timeout_s: float | None
-) -> None:
+def _finish_first(
+    flying: deque[tuple[Request, Future]], deadline: float | None, timeout_s: float | None
+) -> int:
+    """Wait for the oldest request; the bytes that it held.
+
+    An error keeps the frames that it passed, and they must not keep the error: only a collection
+    would end such a cycle, and until then all that a failed load has read would stay in memory.
+    """
+    request, future = flying[0]
     left = None if deadline is None else deadline - time.monotonic()
     try:
         with late(timeout_s):
@@ -101,8 +104,18 @@ def _finish(
     except StorageTimeoutError:
         raise
     except Exception as e:
-        raise request.failed(e) from e
+        flying.popleft()
+        if (error := request.failed(e)) is e:
+            raise
+        try:
+            raise error from e
+        finally:
+            del error
+    finally:
+        del future
+    flying.popleft()
     request.finish(result)
+    return request.nbytes
 
 
 @contextlib.contextmanager
@@ -111,13 +124,25 @@ def late(timeout_s: float | None) -> Iterator[None]:
     try:
         yield
     except TimeoutError as e:
+        if e.errno is not None:  # the file system's own, of a server that does not answer
+            raise
         raise StorageTimeoutError(
             f"reading or writing did not end within timeout_s: {timeout_s}",
             hint="raise timeout_s in the options, or look at the disk",
         ) from e
 
 
-def _settle(future: Future) -> None:
+def _settle(flying: deque[tuple[Request, Future]]) -> None:
     """Wait for what can no longer be stopped; its outcome does not matter any more."""
-    with contextlib.suppress(Exception):  # the first error is on its way
-        future.result(_SETTLE_S)
+    _cancel(flying)
+    deadline = time.monotonic() + _SETTLE_S
+    while flying:
+        with contextlib.suppress(Exception):  # the first error is on its way
+            flying.popleft()[1].result(max(0, deadline - time.monotonic()))
+
+
+def _cancel(flying: Iterable[tuple[Request, Future]]) -> None:
+    """Begin no call that waits for a thread."""
+    for _, future in flying:
+        if isinstance(future, concurrent.futures.Future):
+            future.cancel()

@@ -255,7 +255,7 @@ class _Check:
             lattice = _plan.piece_lattice(layout)
             whole = []
             for piece in range(lattice.size):
-                file = _tensors.piece_file(self.attempt, layout, lattice.position(piece))
+                file = _tensors.piece_file(self.attempt, layout, piece)
                 self.expected.add(file)
                 if self._length_is_right(number, leaf, piece, file):
                     whole.append((piece, file))
@@ -324,8 +324,7 @@ class _Check:
         index = _piecefile.index(layout, box)
         found = bytearray(len(index))
         if index:
-            position = _plan.piece_lattice(layout).position(piece)
-            file = _tensors.piece_file(self.attempt, layout, position)
+            file = _tensors.piece_file(self.attempt, layout, piece)
             at = _plan.file_bytes(layout, box) - len(index)
             self.store.read_range(file, at, memoryview(found))
         return found == index

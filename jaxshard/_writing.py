@@ -121,9 +121,7 @@ def _directories(job: SaveJob) -> list[str]:
 
 
 def _piece_file(job: SaveJob, leaf: int, number: int) -> str:
-    layout = layout_of(job.tree.leaves[leaf])
-    position = _plan.piece_lattice(layout).position(number)
-    return _tensors.piece_file(job.attempt, layout, position)
+    return _tensors.piece_file(job.attempt, layout_of(job.tree.leaves[leaf]), number)
 
 
 class _Record:
@@ -187,8 +185,10 @@ class _Record:
             if not self._straight:
                 self._syncing.written(file)
 
+        # A tile that is not contiguous, or at the edge, is gathered, and again for its digest.
+        gathered = 2 * _plan.stored_tile_bytes(layout) if self._straight else 0
         return Request(
-            piece.nbytes,
+            piece.nbytes + gathered,
             start,
             finish,
             lambda error: _tensors.write_error(error, leaf.name, file),

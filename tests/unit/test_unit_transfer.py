@@ -1,11 +1,16 @@
 """Requests run in order with bounded bytes in flight; after an error nothing goes on."""
 
+import contextlib
+import errno
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
 from jaxshard._errors import CorruptionError, Kind, StorageTimeoutError
+from jaxshard._threads import Workers
 from jaxshard._transfer import Request, run
 
 
@@ -246,3 +251,72 @@ def test_without_a_limit_it_waits_as_long_as_it_takes():
 
     run([Request(1, Asked, lambda _: None, str)], bytes_max=1)
     assert seen[0] is None
+
+
+# Errors of threads --------------------------------------------------------------------------
+
+
+def failing(error, failed=lambda e: e):
+    """A request whose call on a thread fails."""
+    workers = Workers("test-transfer", 1, 1)
+
+    def call():
+        raise error
+
+    yield Request(1, lambda: workers.start(call), pytest.fail, failed)
+    workers.end(10)
+
+
+def test_an_error_that_is_ours_already_is_not_its_own_cause():
+    with pytest.raises(CorruptionError) as caught:
+        run(failing(CorruptionError("x", kind=Kind.DATA_DAMAGED)), bytes_max=10)
+    assert caught.value.__cause__ is None
+
+
+def test_a_time_out_of_the_file_system_is_its_own():
+    error = OSError(errno.ETIMEDOUT, "Connection timed out")
+    with pytest.raises(TimeoutError, match="Connection timed out") as caught:
+        run(failing(error), bytes_max=10, timeout_s=60)
+    assert caught.value is error
+
+
+class Values:
+    """Something large that a caller of `run` holds."""
+
+
+@pytest.mark.parametrize("error", [CorruptionError("x", kind=Kind.DATA_DAMAGED), ValueError("x")])
+def test_an_error_does_not_keep_what_its_callers_hold(error):
+    def load():
+        values = Values()
+        alive.append(weakref.ref(values))
+        run(failing(error, lambda e: RuntimeError(str(e))), bytes_max=10)
+
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            load()
+        error.__traceback__ = None  # of the one that the parameter list keeps
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_after_an_error_calls_that_wait_for_a_thread_are_not_begun():
+    workers, begun = Workers("test-transfer", 1, 1), []
+
+    def call(number):
+        begun.append(number)
+        time.sleep(0.05)
+        if number == 0:
+            raise ValueError
+
+    requests = (
+        Request(1, lambda i=i: workers.start(lambda: call(i)), lambda _: None, lambda e: e)
+        for i in range(20)
+    )
+    with pytest.raises(ValueError):
+        run(requests, bytes_max=100)
+    assert workers.end(10)
+    assert len(begun) < 5
