@@ -826,3 +826,15 @@ def test_nothing_there_and_a_file_there_are_not_damage(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
     with pytest.raises(NotFoundError, match="expected a checkpoint"):
         jaxshard.verify(tmp_path / "file")
+
+
+def test_packed_tiles_of_other_sizes_than_those_of_the_grid_are_noticed(tmp_path: Path) -> None:
+    value = np.arange(33, dtype=np.float32)
+    jaxshard.save(tmp_path / "c", {"w": value}, options=SaveOptions(piece_bytes_max=24))
+    checkpoint = jaxshard.open(tmp_path / "c")
+    sizes = checkpoint.source.tables[0].entries["nbytes"]
+    assert sizes.tolist() == [24, 24, 24, 24, 24, 12]
+    sizes[[0, 5]] = sizes[[5, 0]]  # their sum stays the same
+    with pytest.raises(CorruptionError, match="'w': expected packed tiles of the sizes") as caught:
+        checkpoint["w"].read()
+    assert caught.value.kind == Kind.TABLE_DAMAGED
