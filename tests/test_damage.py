@@ -832,9 +832,12 @@ def test_packed_tiles_of_other_sizes_than_those_of_the_grid_are_noticed(tmp_path
     value = np.arange(33, dtype=np.float32)
     jaxshard.save(tmp_path / "c", {"w": value}, options=SaveOptions(piece_bytes_max=24))
     checkpoint = jaxshard.open(tmp_path / "c")
-    sizes = checkpoint.source.tables[0].entries["nbytes"]
+    (table,) = checkpoint.source.tables
+    entries = table.entries.copy()
+    sizes = entries["nbytes"]
     assert sizes.tolist() == [24, 24, 24, 24, 24, 12]
     sizes[[0, 5]] = sizes[[5, 0]]  # their sum stays the same
+    checkpoint.source.tables[0] = dataclasses.replace(table, entries=entries)
     with pytest.raises(CorruptionError, match="'w': expected packed tiles of the sizes") as caught:
         checkpoint["w"].read()
     assert caught.value.kind == Kind.TABLE_DAMAGED
