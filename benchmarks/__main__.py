@@ -2,7 +2,8 @@
 
 What was found goes to `benchmarks/results/`: `latest.json` (every number), `latest.md` (tables,
 targets), and a picture for each question, if matplotlib is installed. It is written after each
-question, so that what was interrupted is not lost.
+question, and what earlier runs found about other questions and states stays there: what was
+interrupted is not lost, and a run can be made in parts.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import _docs, _results, _rounds
+from benchmarks import _docs, _results, _rounds, _states
 from benchmarks._results import Result
 from benchmarks._rounds import Ask
 
@@ -99,6 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help=f"some of: {', '.join(QUESTIONS)}",
     )  # fmt: skip
     parser.add_argument(
+        "--states", type=lambda text: text.split(","), metavar="NAME,NAME",
+        help="about some of these states only",
+    )  # fmt: skip
+    parser.add_argument(
         "--docs", action="store_true",
         help="run nothing: put the latest results into docs/performance.md",
     )  # fmt: skip
@@ -111,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         item
         for item in (QUICK if options.quick else FULL)
         if set(item.questions) & set(options.only)
+        and (options.states is None or item.state in options.states)
     ]
     results = _all(items, options.dir, options.contenders)
     print(_text(results))
@@ -126,7 +132,7 @@ def _questions(text: str) -> tuple[str, ...]:
 
 
 def _all(items: Sequence[Item], where: str | None, names: tuple[str, ...] | None) -> list[Result]:
-    results: list[Result] = []
+    results = _others(items)
     for item in items:
         began = time.monotonic()
         title = f"{' and '.join(item.questions)}, {item.state}"
@@ -135,6 +141,23 @@ def _all(items: Sequence[Item], where: str | None, names: tuple[str, ...] | None
         print(f"{title}: {time.monotonic() - began:.0f} s", file=sys.stderr)
         _write(results)
     return results
+
+
+def _others(items: Sequence[Item]) -> list[Result]:
+    """What earlier runs found about other questions and states."""
+    latest = RESULTS / "latest.json"
+    if not latest.exists():
+        return []
+    asked = {(question, item.state) for item in items for question in item.questions}
+    questions = {question for question, _ in asked}
+
+    def is_asked(result: Result) -> bool:
+        state = result.case.partition(", ")[0]
+        if state in _states.NAMES:
+            return (result.question, state) in asked
+        return result.question in questions  # of no state
+
+    return [r for r in _results.from_json(latest.read_text()) if not is_asked(r)]
 
 
 def _write(results: list[Result]) -> None:
