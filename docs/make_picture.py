@@ -16,7 +16,7 @@ from benchmarks import _states
 
 PICTURE = Path(__file__).parent / "images" / "checkpoint.png"
 LEAF = "params/wte/embedding"
-SIZE = "1000,1240"
+SIZE = "1000,1165"
 STYLE = "margin:8px;background:#fff;color:#1f2328;font-family:system-ui"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 
