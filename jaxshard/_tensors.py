@@ -21,6 +21,7 @@ from jaxshard._errors import CorruptionError, Kind, StorageError
 from jaxshard._spec import Layout, LeafSpec
 from jaxshard._store import MemoryStore, Store, memory_context
 from jaxshard._table import digest_of
+from jaxshard._threads import cores
 from jaxshard._transfer import Future
 from jaxshard._zarr import array_metadata, chunk_key, pack_metadata
 
@@ -88,7 +89,7 @@ def open_for_reading(
     # memmap turns a failing disk into SIGBUS, so "auto" takes it only where Linux says the file
     # system is local; file lengths have been checked before.
     memmap = io_mode == "memmap" or (io_mode == "auto" and _is_local(store.url))
-    context = _context(os.cpu_count() or 1, "memmap" if memmap else "default")
+    context = _context(cores(), "memmap" if memmap else "default")
     return _open_leaf(store, attempt, leaf, compression, context)
 
 

@@ -179,25 +179,6 @@ def test_a_disk_that_hangs_is_a_timeout(tmp_path, monkeypatch):
     assert no_thread_of("jaxshard-sync")
 
 
-@pytest.mark.parametrize("started", [0, 1])
-def test_files_are_synced_where_no_further_thread_can_be_started(
-    tmp_path, synced, monkeypatch, started
-):
-    start, left = threading.Thread.start, iter(range(started))
-
-    def may_start(thread):  # as Python 3.12 when the interpreter is ending
-        if next(left, None) is None:
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", may_start)
-    syncing = _durable.Syncing(tmp_path)
-    for name in "abc":
-        syncing.write(name, b"x")
-    syncing.finish()
-    assert synced == [*(tmp_path / name for name in "abc"), tmp_path]
-
-
 def test_what_is_abandoned_leaves_no_thread(tmp_path, synced):
     syncing = _durable.Syncing(tmp_path)
     for i in range(20):
