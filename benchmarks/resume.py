@@ -10,6 +10,7 @@ while the checkpoint is read. Nothing is cached but the pages of the files.
 """
 
 import functools
+import importlib
 import statistics
 import threading
 import time
@@ -72,14 +73,18 @@ class Training:
             self._train_once()
 
 
+def _import_what_training_needs() -> None:
+    for name in ("optax", "flax.nnx"):
+        importlib.import_module(name)
+
+
 def _jaxshard(path: str) -> Callable[[Any], Any]:
     """Do the imports; what restores the state of a job, or makes and saves it."""
     import jax
-    import optax  # noqa: F401  (what a training script imports)
-    from flax import nnx  # noqa: F401  (what a training script imports)
 
     import jaxshard
 
+    _import_what_training_needs()
     jax.devices()
 
     def resume(job: Any) -> Any:
@@ -96,10 +101,9 @@ def _orbax(path: str) -> Callable[[Any], Any]:
     """The same for Orbax."""
     import absl.logging
     import jax
-    import optax  # noqa: F401  (what a training script imports)
     import orbax.checkpoint as ocp
-    from flax import nnx  # noqa: F401  (what a training script imports)
 
+    _import_what_training_needs()
     absl.logging.set_verbosity(absl.logging.ERROR)
     jax.devices()
 

@@ -157,7 +157,7 @@ def _describe_jax(name: str, value: Any) -> Described | str:
     mesh, partition, unreduced = _plain_sharding(sharding, len(value.shape))
     if unreduced:
         return "an unreduced jax.Array (partial sums); reduce it first"
-    impl = value.dtype._impl if key else None  # noqa: SLF001  (also on ShapeDtypeStruct)
+    impl = value.dtype._impl if key else None  # noqa: SLF001  (key_impl takes no abstract one)
     spec = LeafSpec(
         name=name,
         kind="key" if key else "array",
@@ -202,8 +202,10 @@ def _plain_sharding(
 
 def _base(value: jax.Array) -> Any:
     """The array of uint32 words below a key array; any other array itself."""
+    if not _is_key(value):
+        return value
     # jax.random.key_data would be an operation on the device, and lose the shards.
-    return value._base_array if _is_key(value) else value  # type: ignore[attr-defined]  # noqa: SLF001
+    return value._base_array  # type: ignore[attr-defined]  # noqa: SLF001  (as said above)
 
 
 def partitions(spec: LeafSpec, value: Any) -> tuple[int, ...]:

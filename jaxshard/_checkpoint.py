@@ -29,7 +29,7 @@ def save(
     *,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    options: SaveOptions = SaveOptions(),  # noqa: B008  (frozen)
+    options: SaveOptions = SaveOptions(),
 ) -> SaveReport:
     """Save any training state as one checkpoint, and return when it is durable.
 
@@ -103,7 +103,7 @@ def save_async(
     *,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    options: SaveOptions = SaveOptions(),  # noqa: B008  (frozen)
+    options: SaveOptions = SaveOptions(),
 ) -> "PendingSave":
     """Like `save`, but return as soon as the values are safe from the next training step.
 
@@ -357,7 +357,7 @@ def load(
     rename: Mapping[str, str] | None = None,
     cast: bool = False,
     fill_missing: bool = False,
-    options: LoadOptions = LoadOptions(),  # noqa: B008  (frozen)
+    options: LoadOptions = LoadOptions(),
 ) -> Any:
     """Load a checkpoint, bit for bit, onto any mesh.
 

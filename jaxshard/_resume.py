@@ -82,11 +82,11 @@ class ResumeManager:
         self,
         root: PathLike,
         *,
-        when: SavePolicy = Every(steps=500),  # noqa: B008  (frozen)
-        keep: Keep = Keep(last=3),  # noqa: B008  (frozen)
+        when: SavePolicy = Every(steps=500),
+        keep: Keep = Keep(last=3),
         when_busy: Literal["skip", "wait"] = "skip",
         on_save_error: Literal["warn", "raise"] = "warn",
-        options: SaveOptions = SaveOptions(),  # noqa: B008  (frozen)
+        options: SaveOptions = SaveOptions(),
     ) -> None:
         _saving.require_one_process()
         if when_busy not in ("skip", "wait") or on_save_error not in ("warn", "raise"):
