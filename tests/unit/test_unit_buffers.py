@@ -3,7 +3,7 @@
 import errno
 import gc
 import mmap
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -56,21 +56,16 @@ def test_what_does_not_fit_is_replaced_and_not_added(areas):
 
 
 def test_threads_never_share_a_buffer():
-    wrong = []
-
-    def work(number):
+    def is_mine(number):
         for _ in range(60):
             buffer = _buffers.empty((5 * MIB,), np.dtype(np.uint8))
             buffer[:: MIB // 4] = number
             if not (buffer[:: MIB // 4] == number).all():
-                wrong.append(number)
+                return False
+        return True
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(is_mine, range(6)))
 
 
 class Refusing(mmap.mmap):
