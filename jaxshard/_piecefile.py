@@ -59,8 +59,8 @@ class PieceEncoder:
                 whole[tuple(slice(n) for n in part.shape)] = part
                 digests.append((tile, self._hasher.digest(whole[tuple(map(slice, part.shape))])))
                 yield _with_checksum(raw)
-        if layout.tile != layout.piece:
-            yield (index(layout, box),)
+        if tail := index(layout, box):
+            yield (tail,)
 
 
 def index(layout: Layout, box: Box) -> bytes:

@@ -3,7 +3,7 @@
 What is not compressed is read straight from where the writer put it, a few tiles in each call, on
 threads: between the read, the digest and the copy a tile stays in the cache of a core. Against
 reads by TensorStore, which verify a checksum more and leave digests to one thread, *big* came in
-0.19 s instead of 0.42 s on the same mesh, in 0.21 s instead of 0.5 to 0.7 s on others.
+0.24 s instead of 0.42 s on the same mesh, in 0.26 s instead of 0.5 to 0.7 s on others.
 (benchmarks/load.py)
 
 What is compressed, or is not found where it should be, is read by TensorStore.

@@ -11,6 +11,7 @@ import functools
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +27,8 @@ class Syncer(Protocol):
     def write(self, key: str, data: Any) -> None:
         """Write a new file."""
 
-    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Any:
-        """Begin to write a new file from buffers that are made as it goes on; a future."""
+    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Future[None]:
+        """Begin to write a new file from buffers that are made as it goes on."""
 
     def written(self, key: str) -> None:
         """Begin to make a file durable that TensorStore has written."""
@@ -45,10 +46,6 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The directory, for messages."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether files are written by calls of the operating system."""
 
     def child(self, key: str) -> "Store":
         """A directory below."""
@@ -161,11 +158,6 @@ class LocalStore:
     def url(self) -> str:
         """The directory."""
         return str(self._root)
-
-    @property
-    def is_local(self) -> bool:
-        """They are."""
-        return True
 
     def child(self, key: str) -> "LocalStore":
         """A directory below."""
@@ -295,11 +287,6 @@ class MemoryStore:
         """The directory."""
         return f"memory://{self._prefix}"
 
-    @property
-    def is_local(self) -> bool:
-        """There are no files."""
-        return False
-
     def child(self, key: str) -> "MemoryStore":
         """A directory below."""
         return MemoryStore(f"{self._prefix}/{key}" if self._prefix else key)
@@ -400,8 +387,13 @@ class _Unsynced:
     def write(self, key: str, data: Any) -> None:
         self._store.write(key, data)
 
-    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Any:
-        raise NotImplementedError  # TensorStore writes what is not local
+    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Future[None]:
+        # Copied one by one: each is valid until the next is asked for.
+        copies = (bytes(memoryview(b).cast("B")) for buffers in parts for b in buffers)
+        self._store.write(key, b"".join(copies))
+        written: Future[None] = Future()
+        written.set_result(None)
+        return written
 
     def written(self, key: str) -> None:
         pass

@@ -130,10 +130,7 @@ class _Record:
     def __init__(self, job: SaveJob, syncing: Syncer) -> None:
         self._job = job
         self._syncing = syncing
-        # TensorStore writes what is compressed, and to stores that are not local.
-        self._straight = (
-            job.options.compression is None and job.store.is_local and _piecefile.IS_FAST
-        )
+        self._straight = job.options.compression is None and _piecefile.IS_FAST
         self._encoder = _piecefile.PieceEncoder()
         self._hasher = _tensors.TileHasher()
         self._arrays: dict[int, Any] = {}
@@ -170,8 +167,7 @@ class _Record:
         def start() -> _transfer.Future:
             if self._straight:
                 parts = self._encoder.parts(values, piece.box, layout, digests)
-                writing: _transfer.Future = self._syncing.write_parts(file, parts)
-                return writing
+                return self._syncing.write_parts(file, parts)
             digests.extend(self._hasher.digests(values, piece.box, _plan.tile_lattice(layout)))
             if piece.leaf not in self._arrays:
                 self._arrays[piece.leaf] = _tensors.open_for_writing(

@@ -2,6 +2,10 @@
 
 import os
 import shutil
+import signal
+
+# A shell ignores it for what it runs in the background, and processes of tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in flags:

@@ -591,16 +591,19 @@ jaxshard.verify = slow
 sys.argv = ["jaxshard", "verify", {str(tmp_path / "ckpt")!r}]
 main()
 """
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stderr.readline() == "reading\n"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    ) as process:
+        try:
+            assert process.stderr.readline() == "reading\n"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out, err) == (130, "", "jaxshard: interrupted\n")
 
 

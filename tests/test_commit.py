@@ -32,6 +32,7 @@ from jaxshard import (
     StorageError,
     StorageTimeoutError,
     UnsupportedLeafError,
+    _commit,
 )
 from jaxshard._errors import Kind
 
@@ -445,7 +446,6 @@ def test_overwriters_that_race_leave_one_whole_checkpoint(tmp_path: Path) -> Non
 
 def test_a_commit_whose_answer_was_lost_counts(tmp_path: Path) -> None:
     """The same manifest again is no conflict (docs/format.md, "Write order")."""
-    from jaxshard import _commit
     from jaxshard._manifest import Manifest
     from jaxshard._store import open_store
 
@@ -779,8 +779,13 @@ def test_an_error_of_the_background_that_nobody_saw_is_raised_once_by_the_next_c
     work[call]()
 
 
-def test_races_that_are_lost_in_the_background_are_raised_one_by_one(tmp_path: Path) -> None:
+def test_races_that_are_lost_in_the_background_are_raised_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, begun = _commit.commit, threading.Event()
+    monkeypatch.setattr(_commit, "commit", lambda *a, **k: begun.wait(60) and commit(*a, **k))
     pending = [jaxshard.save_async(tmp_path / "c", big_tree(), options=FILES) for _ in range(3)]
+    begun.set()  # the first one could be there before the last one is begun
     deadline = time.monotonic() + 60
     while not all(p.done() for p in pending) and time.monotonic() < deadline:
         time.sleep(0.01)
