@@ -6,6 +6,7 @@ the command line does all but the saving.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxshard import _registry
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from jaxshard._verify import VerifyReport, verify
 
 __version__ = "0.1.0"
+
+if sys.byteorder != "little":  # files and digests are of little-endian bytes, as they lie in memory
+    raise ImportError("jaxshard: expected a little-endian machine, found a big-endian one")
 
 __all__ = [
     "Checkpoint",

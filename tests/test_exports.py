@@ -256,3 +256,16 @@ print("ran", sorted(os.listdir()))
 def test_links_of_the_readme_lead_somewhere():
     targets = re.findall(r"\]\(([^)#:]+)\)", README)
     assert [t for t in targets if not (REPOSITORY / t).exists()] == []
+
+
+def test_a_big_endian_machine_is_refused_before_it_writes_other_bytes():
+    code = """
+import sys
+sys.byteorder = "big"
+try:
+    import jaxshard
+except ImportError as e:
+    print(e)
+"""
+    expected = "jaxshard: expected a little-endian machine, found a big-endian one"
+    assert run_python(code).strip() == expected
