@@ -87,15 +87,18 @@ _areas = _Areas()
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array, 64-byte aligned, in memory of its own if it is large.
+    """An uninitialised array, in memory of its own if it is large.
+
+    Its beginning is a multiple of 64 bytes, of a page if it is as long as one.
 
     Large ones do not come from malloc: of the threads of asynchronous saves they stayed in its
     arenas, 250 MiB more after 20 saves of 16 MiB.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < 2 * _HUGE_PAGE:
-        raw = np.empty(nbytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
+        align = 64 if nbytes < mmap.PAGESIZE else mmap.PAGESIZE
+        raw = np.empty(nbytes + align, np.uint8)
+        start = -raw.ctypes.data % align
     else:
         area = _areas.take(nbytes)
         raw = np.frombuffer(area, np.uint8)

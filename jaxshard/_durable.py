@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from jaxshard import _newfile
 from jaxshard._threads import Workers
 
 _RENAME_NOREPLACE = 1
@@ -35,7 +36,6 @@ _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EM
 _SYNC_THREADS = 16  # as many as TensorStore writes with: the disk commits them in groups
 _ABANDON_S = 5.0
 TEMPORARY_PREFIX = ".tmp-"
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def make_dirs(paths: Iterable[Path]) -> None:
@@ -87,6 +87,7 @@ class Syncing:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._files = _newfile.NewFiles(root)
         self._workers = Workers("jaxshard-sync", _SYNC_THREADS, _SYNC_THREADS)
         self._directories: set[Path] = set()
         self._error: Exception | None = None
@@ -112,14 +113,12 @@ class Syncing:
 
     def _write_parts(self, path: Path, parts: Iterable[Iterable[Any]]) -> None:
         self._raise_error()
-        fd = os.open(path, _NEW, 0o666)
-        try:
+        with self._files.create(path) as file:
             for buffers in parts:
                 self._raise_error()  # the file may be about to be removed
-                _write_all(fd, buffers)
-            _sync_file(fd)
-        finally:
-            os.close(fd)
+                file.write(buffers)
+            file.end()
+            _sync_file(file.fd)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -235,23 +234,13 @@ def changed_at(path: Path) -> float | None:
 
 
 def _write(path: Path, data: Any, *, sync: bool = True) -> None:
-    fd = os.open(path, _NEW, 0o666)
+    fd = _newfile.create(path)
     try:
-        _write_all(fd, (data,))
+        _newfile.write_all(fd, (data,))
         if sync:
             _sync_file(fd)
     finally:
         os.close(fd)
-
-
-def _write_all(fd: int, buffers: Iterable[Any]) -> None:
-    left = [memoryview(buffer).cast("B") for buffer in buffers]
-    while left:
-        done = os.writev(fd, left)
-        while left and done >= left[0].nbytes:
-            done -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][done:]
 
 
 def _sync_file(fd: int) -> None:

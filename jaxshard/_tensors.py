@@ -8,7 +8,6 @@ Source: TensorStore's zarr3 and file drivers; what was measured is in docs/perfo
 
 import errno
 import functools
-import os
 import re
 from typing import Any, Literal
 
@@ -18,14 +17,16 @@ from jaxshard import _plan
 from jaxshard._boxes import Box, Lattice
 from jaxshard._buffers import Array, Scratch
 from jaxshard._errors import CorruptionError, Kind, StorageError
+from jaxshard._newfile import file_system
 from jaxshard._spec import Layout, LeafSpec
 from jaxshard._store import MemoryStore, Store, memory_context
 from jaxshard._table import digest_of
 from jaxshard._threads import cores
 from jaxshard._transfer import Future
-from jaxshard._zarr import array_metadata, chunk_key, pack_metadata
+from jaxshard._zarr import array_metadata, chunk_key
 
 IoMode = Literal["auto", "memmap", "pread"]
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
 # How TensorStore gives the operating system's words: since 0.1.85, and before.
 _OS_ERROR = re.compile(r"([^:\[]+)\[os_error_code=|\[OS error \d+:? ?(?:E[A-Z]+ )?([^\]]*)\]")
 _WRITE_THREADS = 16  # 16 beat 4 for files with fsync; reads are bound by memory, so by cores
@@ -76,48 +77,22 @@ def open_for_writing(store: Store, attempt: str, leaf: LeafSpec, compression: st
     return _open_leaf(store, attempt, leaf, compression, _context(_WRITE_THREADS, "default"))
 
 
-def open_pack_for_writing(store: Store, key: str, segment_bytes: int, segments: int) -> Any:
-    """The array of bytes of a pack; its directories exist."""
-    metadata = pack_metadata(segment_bytes, segments)
-    return _open(store, key, metadata, _context(_WRITE_THREADS, "default"))
-
-
 def open_for_reading(
     store: Store, attempt: str, leaf: LeafSpec, compression: str | None, io_mode: IoMode
 ) -> Any:
     """The array of a leaf that is not packed."""
     # memmap turns a failing disk into SIGBUS, so "auto" takes it only where Linux says the file
     # system is local; file lengths have been checked before.
-    memmap = io_mode == "memmap" or (io_mode == "auto" and _is_local(store.url))
+    local = file_system(store.url) in _LOCAL
+    memmap = io_mode == "memmap" or (io_mode == "auto" and local)
     context = _context(cores(), "memmap" if memmap else "default")
     return _open_leaf(store, attempt, leaf, compression, context)
-
-
-_LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
-
-
-@functools.lru_cache(maxsize=64)
-def _is_local(url: str) -> bool:
-    """Whether the longest mount point above a path is of a local file system."""
-    try:
-        with open("/proc/self/mounts", encoding="utf-8") as file:  # noqa: PTH123
-            mounts = [line.split()[1:3] for line in file]
-    except OSError:
-        return False
-    path = os.path.realpath(url)
-    above = [m for m in mounts if path == m[0] or path.startswith(m[0].rstrip("/") + "/")]
-    return bool(above) and max(above, key=lambda m: len(m[0]))[1] in _LOCAL_TYPES
 
 
 def write_box(array: Any, box: Box, values: Array) -> Future:
     """Begin to write a whole piece; `values` must not change until the future is done."""
     future: Future = array[box.slices].write(values, can_reference_source_data_indefinitely=True)
     return future
-
-
-def keeps_what_is_written(store: Store) -> bool:
-    """Whether the memory that was given to `write_box` becomes the store's own."""
-    return isinstance(store, MemoryStore)
 
 
 def read_box(array: Any, box: Box, into: Array) -> Future:

@@ -27,7 +27,6 @@ from jaxshard import (
     _transfer,
     _zarr,
 )
-from jaxshard._boxes import Box
 from jaxshard._errors import Kind, StorageError
 from jaxshard._saving import PACK_BUFFERS, SaveJob
 from jaxshard._snapshot import Staged
@@ -212,15 +211,11 @@ class _Record:
 
     def _pack_requests(self, staged: Iterator[Staged | None]) -> Iterator[Request | None]:
         """One request for each file of the pack, assembled in memory while others are written."""
-        job, plan = self._job, self._job.plan
+        plan = self._job.plan
         if not plan.segments:
             return
-        pack = _tensors.open_pack_for_writing(
-            job.store, _source.pack_dir(job.attempt, 0), plan.segment_bytes, plan.segments
-        )
         # Memory that was touched before is faster than new: a ring of buffers, used again.
         free: list[Any] = [None] * PACK_BUFFERS
-        kept = _tensors.keeps_what_is_written(job.store)
         for segment, stretches in enumerate(plan.stretches()):
             while not free:
                 yield None
@@ -233,22 +228,14 @@ class _Record:
                     yield None
                 end = self._put(item, stretch, buffer, start, end)
             buffer[end:] = 0
-            yield self._segment_request(pack, segment, buffer, free, kept=kept)
+            yield self._segment_request(segment, buffer, free)
 
-    def _segment_request(
-        self, pack: Any, segment: int, buffer: Any, free: list[Any], *, kept: bool
-    ) -> Request:
-        box = Box((segment * len(buffer),), (len(buffer),))
+    def _segment_request(self, segment: int, buffer: Any, free: list[Any]) -> Request:
         file = _source.pack_file(self._job.attempt, 0, segment)
-
-        def finish(_: Any) -> None:
-            free.append(None if kept else buffer)
-            self._syncing.written(file)
-
         return Request(
             len(buffer),
-            lambda: _tensors.write_box(pack, box, buffer),
-            finish,
+            lambda: self._syncing.write_parts(file, [(buffer,)]),
+            lambda _: free.append(buffer),
             lambda error: _tensors.write_error(error, None, file),
         )
 
