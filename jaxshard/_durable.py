@@ -23,18 +23,12 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-
-from jaxshard import _newfile
-from jaxshard._threads import Workers
 
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
-_SYNC_THREADS = 16  # as many as TensorStore writes with: the disk commits them in groups
-_ABANDON_S = 5.0
 TEMPORARY_PREFIX = ".tmp-"
 
 
@@ -67,6 +61,43 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
+def sync_path(path: Path) -> None:
+    """Make the bytes of a file durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sync_file(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_file(fd: int) -> None:
+    """Make the bytes of an open file durable."""
+    if sys.platform == "darwin":  # there fsync(2) leaves data in the drive's cache
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(fd)
+
+
+def create(path: Path) -> int:
+    """Descriptor of a file that does not exist yet.
+
+    Raises:
+      FileExistsError: it exists.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_all(fd: int, buffers: Iterable[Any]) -> None:
+    """Append buffers to a file, through the cache."""
+    left = [memoryview(buffer).cast("B") for buffer in buffers]
+    while left:
+        done = os.writev(fd, left)
+        while left and done >= left[0].nbytes:
+            done -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][done:]
+
+
 def write_new(path: Path, data: Any) -> None:
     """Write a file that does not exist yet; contents and directory entry are durable.
 
@@ -77,89 +108,11 @@ def write_new(path: Path, data: Any) -> None:
     sync_dir(path.parent)
 
 
-class Syncing:
-    """Makes many new files durable while others are still being written.
-
-    A few threads write and sync, which end with it; the directories are synced once, at the end.
-    TensorStore would sync the directory after each of its files: 96 files of 8 MiB took a seventh
-    longer with that. (benchmarks/save.py, state big)
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._files = _newfile.NewFiles(root)
-        self._workers = Workers("jaxshard-sync", _SYNC_THREADS, _SYNC_THREADS)
-        self._directories: set[Path] = set()
-        self._error: Exception | None = None
-
-    def write(self, key: str, data: Any) -> None:
-        """Write a file that does not exist yet, below the root.
-
-        Raises:
-          FileExistsError: it exists.
-        """
-        _write(self._root / key, data, sync=False)
-        self.written(key)
-
-    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Future[None]:
-        """Begin to write a file that does not exist yet, from buffers made on one of the threads.
-
-        Raises:
-          FileExistsError: by the future: it exists.
-        """
-        path = self._root / key
-        self._directories.add(path.parent)
-        return self._workers.start(lambda: self._write_parts(path, parts))
-
-    def _write_parts(self, path: Path, parts: Iterable[Iterable[Any]]) -> None:
-        self._raise_error()
-        with self._files.create(path) as file:
-            for buffers in parts:
-                self._raise_error()  # the file may be about to be removed
-                file.write(buffers)
-            file.end()
-            _sync_file(file.fd)
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def written(self, key: str) -> None:
-        """Begin to sync a file that was written."""
-        path = self._root / key
-        self._directories.add(path.parent)
-        self._workers.start(functools.partial(self._sync, path))
-
-    def _sync(self, path: Path) -> None:
-        try:
-            if self._error is None:
-                _sync_path(path)
-        except Exception as e:  # noqa: BLE001  (raised by `finish`)
-            self._error = e
-
-    def finish(self, timeout_s: float | None = None) -> None:
-        """Wait until all files and their directory entries are durable.
-
-        Raises:
-          OSError: one of them could not be synced; of the file system as a whole nothing is known.
-          TimeoutError: not done after `timeout_s`.
-        """
-        if not self._workers.end(timeout_s):
-            raise TimeoutError
-        self._raise_error()
-        for directory in sorted(self._directories):
-            sync_dir(directory)
-
-    def abandon(self) -> None:
-        """Stop: what was written is about to be removed. Waits a little for what goes on."""
-        self._error = self._error or OSError(errno.ECANCELED, "abandoned")
-        self._workers.end(_ABANDON_S)
-
-
-def _sync_path(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _write(path: Path, data: Any) -> None:
+    fd = create(path)
     try:
-        _sync_file(fd)
+        write_all(fd, (data,))
+        sync_file(fd)
     finally:
         os.close(fd)
 
@@ -181,6 +134,40 @@ def create_if_absent(path: Path, data: bytes) -> bool:
         temporary.unlink(missing_ok=True)
     sync_dir(path.parent)
     return created
+
+
+def _publish(temporary: Path, path: Path) -> bool:
+    """Give the file its name, failing if that is taken; `temporary` may stay."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as e:
+        if e.errno not in _NO_LINK:
+            raise
+        return _rename_noreplace(temporary, path)
+    return True
+
+
+def _rename_noreplace(temporary: Path, path: Path) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        done = libc.renameat2(
+            _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE
+        )
+        code = ctypes.get_errno()
+        if done == 0:
+            return True
+        if code == errno.EEXIST:
+            return False
+        if code not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
+            raise OSError(code, os.strerror(code), str(path))
+    raise OSError(
+        errno.ENOTSUP,
+        "this file system has neither link(2) nor renameat2(RENAME_NOREPLACE), so a commit could "
+        "overwrite another one; use ext4, xfs, btrfs, NFS, Lustre or an object store",
+        str(path),
+    )
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -233,52 +220,14 @@ def changed_at(path: Path) -> float | None:
     return newest
 
 
-def _write(path: Path, data: Any, *, sync: bool = True) -> None:
-    fd = _newfile.create(path)
+@functools.lru_cache(maxsize=64)
+def file_system(path: str) -> str | None:
+    """The type of the file system that a path is on, None where that is not known."""
     try:
-        _newfile.write_all(fd, (data,))
-        if sync:
-            _sync_file(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_file(fd: int) -> None:
-    if sys.platform == "darwin":  # there fsync(2) leaves data in the drive's cache
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(fd)
-
-
-def _publish(temporary: Path, path: Path) -> bool:
-    """Give the file its name, failing if that is taken; `temporary` may stay."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError as e:
-        if e.errno not in _NO_LINK:
-            raise
-        return _rename_noreplace(temporary, path)
-    return True
-
-
-def _rename_noreplace(temporary: Path, path: Path) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        done = libc.renameat2(
-            _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE
-        )
-        code = ctypes.get_errno()
-        if done == 0:
-            return True
-        if code == errno.EEXIST:
-            return False
-        if code not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
-            raise OSError(code, os.strerror(code), str(path))
-    raise OSError(
-        errno.ENOTSUP,
-        "this file system has neither link(2) nor renameat2(RENAME_NOREPLACE), so a commit could "
-        "overwrite another one; use ext4, xfs, btrfs, NFS, Lustre or an object store",
-        str(path),
-    )
+        with open("/proc/self/mounts", encoding="utf-8") as file:  # noqa: PTH123  (starts faster)
+            mounts = [line.split()[1:3] for line in file]
+    except OSError:
+        return None
+    real = os.path.realpath(path)
+    above = [m for m in mounts if real == m[0] or real.startswith(m[0].rstrip("/") + "/")]
+    return max(above, key=lambda m: len(m[0]))[1] if above else None

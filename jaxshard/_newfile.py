@@ -12,7 +12,6 @@ disk.
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxshard._buffers import Array, Scratch
+from jaxshard._durable import create, file_system, write_all
 
 # Elsewhere it is not there, goes through the cache all the same, or waits for a network.
 _FILE_SYSTEMS = {"ext4", "xfs"}
@@ -104,36 +104,3 @@ class NewFile:
         if self._block is not None and self._filled:
             self._past_cache(yes=False)
             write_all(self.fd, (self._block[: self._filled],))
-
-
-def create(path: Path) -> int:
-    """Descriptor of a file that does not exist yet.
-
-    Raises:
-      FileExistsError: it exists.
-    """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-def write_all(fd: int, buffers: Iterable[Any]) -> None:
-    """Append buffers to a file, through the cache."""
-    left = [memoryview(buffer).cast("B") for buffer in buffers]
-    while left:
-        done = os.writev(fd, left)
-        while left and done >= left[0].nbytes:
-            done -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][done:]
-
-
-@functools.lru_cache(maxsize=64)
-def file_system(path: str) -> str | None:
-    """The type of the file system that a path is on, None where that is not known."""
-    try:
-        with open("/proc/self/mounts", encoding="utf-8") as file:  # noqa: PTH123  (starts faster)
-            mounts = [line.split()[1:3] for line in file]
-    except OSError:
-        return None
-    real = os.path.realpath(path)
-    above = [m for m in mounts if real == m[0] or real.startswith(m[0].rstrip("/") + "/")]
-    return max(above, key=lambda m: len(m[0]))[1] if above else None

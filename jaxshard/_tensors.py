@@ -16,8 +16,8 @@ import numpy as np
 from jaxshard import _plan
 from jaxshard._boxes import Box, Lattice
 from jaxshard._buffers import Array, Scratch
+from jaxshard._durable import file_system
 from jaxshard._errors import CorruptionError, Kind, StorageError
-from jaxshard._newfile import file_system
 from jaxshard._spec import Layout, LeafSpec
 from jaxshard._store import MemoryStore, Store, memory_context
 from jaxshard._table import digest_of
@@ -42,7 +42,7 @@ def _context(threads: int, mode: str) -> Any:
             # Lock files outlive a kill, and a stale longer one corrupted the file after it.
             "file_io_locking": {"mode": "none"},
             "file_io_mode": {"mode": mode},
-            "file_io_sync": False,  # `_durable.Syncing` does it
+            "file_io_sync": False,  # `_syncing.Syncing` does it
             "cache_pool": {"total_bytes_limit": 0},
         }
     )
