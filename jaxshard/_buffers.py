@@ -140,7 +140,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def trim_heap() -> None:
-    """Give the memory of transient buffers back to the system; takes a few milliseconds.
+    """Give what malloc keeps back to the system, after TensorStore; takes a few milliseconds.
 
     TensorStore's threads take and drop buffers of a tile each, which glibc keeps in an arena for
     each thread: 100 MiB and more after 50 saves of 32 MiB.

@@ -61,7 +61,7 @@ def fetch(
         raise
     finally:
         workers.end(_END_S)
-    if job.traffic.bytes_read > _buffers.TRIM_BYTES:
+    if not job.is_straight and job.traffic.bytes_read > _buffers.TRIM_BYTES:
         _buffers.trim_heap()
     return job.traffic
 
@@ -99,6 +99,7 @@ class _Job:
         self._pieces = PieceReader(
             source, io_mode, bytes_max, workers, self._count, checksums=checksums
         )
+        self.is_straight = self._pieces.is_straight
 
     def requests(self, wants: Iterable[Want]) -> Iterator[Request]:
         for want in wants:

@@ -55,7 +55,7 @@ class PieceReader:
         self._source = source
         self._checksums = checksums
         self._io_mode: IoMode = io_mode
-        self._straight = source.manifest.compression is None and io_mode == "auto"
+        self.is_straight = source.manifest.compression is None and io_mode == "auto"
         self._bytes_max = min(bytes_max, _RUN_BYTES_MAX)
         self._workers = workers
         self._count = count
@@ -90,7 +90,7 @@ class PieceReader:
             manifest.attempt,
             assembly.leaf,
             manifest.compression,
-            "pread" if self._straight else self._io_mode,  # what is damaged is not mapped
+            "pread" if self.is_straight else self._io_mode,  # what is damaged is not mapped
         )
 
     def _request(
@@ -138,7 +138,7 @@ class PieceReader:
         """Read tiles, compare them, and put them where they go."""
         expected = digests[run.position : run.position + len(run.places)]
         each = zip(run.places, expected, targets, strict=True)
-        if not self._straight:
+        if not self.is_straight:
             # The length first: TensorStore maps the file, or takes memory for what is in it.
             found = self._source.store.size(of.file)
             _tensors.require_length(of.where, of.file, found, of.nbytes)

@@ -81,7 +81,7 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
     except BaseException:
         syncing.abandon()
         raise
-    if job.plan.nbytes > _buffers.TRIM_BYTES:
+    if not record.is_straight and job.plan.nbytes > _buffers.TRIM_BYTES:
         _buffers.trim_heap()
     table = record.table().to_bytes()
     job.store.write(_source.table_file(job.attempt, 0), table)
@@ -129,7 +129,7 @@ class _Record:
     def __init__(self, job: SaveJob, syncing: Syncer) -> None:
         self._job = job
         self._syncing = syncing
-        self._straight = job.options.compression is None and _piecefile.IS_FAST
+        self.is_straight = job.options.compression is None and _piecefile.IS_FAST
         self._encoder = _piecefile.PieceEncoder()
         self._hasher = _tensors.TileHasher()
         self._arrays: dict[int, Any] = {}
@@ -164,7 +164,7 @@ class _Record:
         digests: list[tuple[int, bytes]] = []
 
         def start() -> _transfer.Future:
-            if self._straight:
+            if self.is_straight:
                 parts = self._encoder.parts(values, piece.box, layout, digests)
                 return self._syncing.write_parts(file, parts)
             digests.extend(self._hasher.digests(values, piece.box, _plan.tile_lattice(layout)))
@@ -177,11 +177,11 @@ class _Record:
         def finish(_: Any) -> None:
             self._pieces.append((piece.leaf, piece.number, digests))
             release()
-            if not self._straight:
+            if not self.is_straight:
                 self._syncing.written(file)
 
         # A tile that is not contiguous, or at the edge, is gathered, and again for its digest.
-        gathered = 2 * _plan.stored_tile_bytes(layout) if self._straight else 0
+        gathered = 2 * _plan.stored_tile_bytes(layout) if self.is_straight else 0
         return Request(
             piece.nbytes + gathered,
             start,
