@@ -28,8 +28,9 @@ if TYPE_CHECKING:
         StorageTimeoutError,
         UnsupportedLeafError,
     )
+    from jaxshard._keep import Keep
     from jaxshard._options import LoadOptions, LoadReport, SaveOptions
-    from jaxshard._policy import Every, Keep
+    from jaxshard._policy import Every, YoungDaly
     from jaxshard._prune import PruneReport, prune
     from jaxshard._reader import Checkpoint, LeafInfo
     from jaxshard._resume import ResumeManager
@@ -72,6 +73,7 @@ __all__ = [
     "StorageTimeoutError",
     "UnsupportedLeafError",
     "VerifyReport",
+    "YoungDaly",
     "diff",
     "load",
     "open",
@@ -91,8 +93,9 @@ _ROOMS = {
         "FormatError", "JaxshardError", "LeafMismatchError", "NotCommittedError", "NotFoundError",
         "StorageError", "StorageTimeoutError", "UnsupportedLeafError",
     ),
+    "_keep": ("Keep",),
     "_options": ("LoadOptions", "LoadReport", "SaveOptions"),
-    "_policy": ("Every", "Keep"),
+    "_policy": ("Every", "YoungDaly"),
     "_prune": ("PruneReport", "prune"),
     "_reader": ("Checkpoint", "LeafInfo"),
     "_resume": ("ResumeManager",),

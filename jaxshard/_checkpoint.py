@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxshard import _arrays, _loading, _placement, _saving, _snapshot, _writing
+from jaxshard._epochs import Epoch
 from jaxshard._errors import StorageTimeoutError, size_text
 from jaxshard._options import LoadOptions, SaveOptions
 from jaxshard._reader import open_checkpoint
@@ -148,13 +149,22 @@ def save_step_async(
     overwrite: bool = False,
     then: Callable[[], None] | None = None,
     owned: bool = False,
+    epoch: Epoch | None = None,
 ) -> "PendingSave":
     """`save_async` into an open store, with a step; `then` runs behind it, after the commit.
+
+    With `epoch` nothing is committed once a later one has begun.
 
     With `owned` its error is not raised by later saves and loads: somebody else looks after it.
     """
     job = _saving.prepare(
-        store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
+        store,
+        tree,
+        metadata=metadata,
+        overwrite=overwrite,
+        options=options,
+        step=step,
+        epoch=epoch,
     )
     copy_all = options.snapshot == "copy"
     copied = _snapshot.copied_bytes(job.tree.leaves, job.values, copy_all=copy_all)
@@ -301,6 +311,11 @@ class PendingSave:
         """`exception`, for a manager: whether somebody was told stays as it is."""
         self._join(timeout_s)
         return self._error
+
+    @property
+    def report(self) -> SaveReport | None:
+        """What was saved, once it is committed."""
+        return self._report
 
     def _join(self, timeout_s: float | None) -> None:
         self._thread.join(timeout_s)

@@ -117,6 +117,22 @@ def _write(path: Path, data: Any) -> None:
         os.close(fd)
 
 
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file, which is made if it does not exist.
+
+    Not whole or nothing: a crash may leave a part of `data` there.
+    """
+    new = not path.exists()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(fd, (data,))
+        sync_file(fd)
+    finally:
+        os.close(fd)
+    if new:
+        sync_dir(path.parent)
+
+
 def create_if_absent(path: Path, data: bytes) -> bool:
     """Let `path` appear with all of `data`, unless something is there.
 

@@ -45,6 +45,8 @@ class Kind(StrEnum):
     STORAGE = "storage"
     TIMEOUT = "timeout"
     STEP_ORDER = "step-order"
+    SECOND_WRITER = "second-writer"
+    NOTHING_TO_UNDO = "nothing-to-undo"
     SAVES_FAIL = "saves-fail"
     PROCESSES = "processes"
 

@@ -50,6 +50,7 @@ class Manifest:
     compression: str | None
     tree: TreeSpec
     processes: tuple[ProcessRecord, ...]
+    epoch: int | None = None
     version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
@@ -62,7 +63,7 @@ class Manifest:
             "compression": self.compression,
             "created": self.created,
             "environment": dict(self.environment),
-            "epoch": None,
+            "epoch": self.epoch,
             "metadata": dict(self.metadata),
             "nonce": self.nonce,
             "processes": [
@@ -175,5 +176,6 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         compression=body["compression"],
         tree=tree,
         processes=processes,
+        epoch=body["epoch"],
         version=body["a_version"],
     )

@@ -9,12 +9,13 @@ import dataclasses
 import logging
 import time
 
-from jaxshard import _commit, _reader
+from jaxshard import _branching, _commit, _reader, _steps
 from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted, size_text
+from jaxshard._keep import Keep
+from jaxshard._keeping import Keeper
 from jaxshard._manifest import FILE, Manifest
-from jaxshard._policy import Keep
-from jaxshard._reader import StepDir
 from jaxshard._registry import Shown
+from jaxshard._steps import StepDir
 from jaxshard._store import PathLike, Store, open_store, storage_errors
 from jaxshard._verify import is_temporary, verify
 
@@ -152,22 +153,22 @@ class _Sweep:
         if keep is not None:
             for step_dir in self._released(keep):
                 self._delete_step(step_dir.name)
-        for step_dir in _reader.step_dirs(self._store):
+        for step_dir in _steps.step_dirs(self._store):
             if step_dir.name not in self._steps:
                 self.checkpoint(step_dir.name)
 
     def _released(self, keep: Keep) -> list[StepDir]:
         """Committed steps that `keep` does not keep, where only whole ones count."""
-        counted_ones = _reader.committed_versions(self._store)
+        keeper = Keeper(self._store, keep)
+        now = _branching.look(self._store)
+        counted_ones = now.committed
         while True:
-            newest = _reader.newest_versions(counted_ones)
-            steps = keep.kept(d.step for d in newest)
-            kept = [d for d in newest if d.step in steps]
-            damaged = [d for d in kept if not verify(self._url(d.name), read_data=False).ok]
+            kept = keeper.kept(now._replace(committed=counted_ones))
+            damaged = {n for n in kept if not verify(self._url(n), read_data=False).ok}
             if not damaged:
-                return [d for d in counted_ones if d not in kept]
-            self._damaged += [d.name for d in damaged]
-            counted_ones = [d for d in counted_ones if d not in damaged]
+                return [d for d in counted_ones if d.name not in kept]
+            self._damaged += sorted(damaged)
+            counted_ones = [d for d in counted_ones if d.name not in damaged]
 
     def _delete_step(self, name: str) -> None:
         self._steps.append(name)

@@ -6,11 +6,11 @@ not even numpy is imported, so that a look at a manifest is as fast as its parsi
 
 import difflib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxshard import _commit
+from jaxshard import _commit, _steps
 from jaxshard._boxes import Box
 from jaxshard._errors import (
     Kind,
@@ -367,7 +367,7 @@ def why_not_there(store: Store) -> NotFoundError | NotCommittedError:
             hint="load an earlier step, or save again",
         )
     if found is _commit.Found.RUN:
-        newest = newest_step(store)
+        newest = _steps.newest_step(store)
         hint = f"load {store.url}/{newest}" if newest else "no step was committed in it yet"
         return NotFoundError(
             f"{store.url}: expected one checkpoint, found a run directory",
@@ -392,50 +392,3 @@ def _neighbours(url: str) -> str:
     found = [*parent.glob(f"*/{FILE}"), *parent.glob(f"*/{_commit.RUN_FILE}")]
     names = sorted(p.parent.name for p in found)
     return ", ".join(names[-3:])
-
-
-# Runs ---------------------------------------------------------------------------------------
-
-
-class StepDir(NamedTuple):
-    """The directory of one step of a run; `version` counts the times it was written."""
-
-    step: int
-    version: int
-
-    @property
-    def name(self) -> str:
-        """Its name: `step_00000120`, `step_00000120.2`."""
-        return f"step_{self.step:08d}" + (f".{self.version}" if self.version > 1 else "")
-
-
-def step_dirs(store: Store) -> list[StepDir]:
-    """Directories of steps, committed or not, oldest first."""
-    found = []
-    for name in store.entries():
-        stem, _, version = name.removeprefix("step_").partition(".")
-        if name.startswith("step_") and stem.isdecimal() and (not version or version.isdecimal()):
-            found.append(StepDir(int(stem), int(version or 1)))
-    return sorted(found)
-
-
-def committed_versions(store: Store) -> list[StepDir]:
-    """All committed directories of steps, oldest first."""
-    return [d for d in step_dirs(store) if store.size(f"{d.name}/{FILE}") is not None]
-
-
-def newest_versions(dirs: Iterable[StepDir]) -> list[StepDir]:
-    """Of several versions of a step the newest; steps rising."""
-    newest = {d.step: d for d in sorted(dirs)}
-    return [newest[step] for step in sorted(newest)]
-
-
-def committed_steps(store: Store) -> list[StepDir]:
-    """Committed steps, rising; of several versions of a step the newest."""
-    return newest_versions(committed_versions(store))
-
-
-def newest_step(store: Store) -> str | None:
-    """Name of the newest committed step of a run."""
-    steps = committed_steps(store)
-    return steps[-1].name if steps else None

@@ -22,7 +22,7 @@ def display_of(value: object) -> Any | None:
 
 
 class Shown:
-    """Gives a class its display in a notebook."""
+    """Gives a class its displays in notebooks and IPython."""
 
     __slots__ = ()
 
@@ -34,3 +34,13 @@ class Shown:
         except Exception:  # a display must not hide the value behind a traceback
             logger.debug("no display of %s", type(self).__name__, exc_info=True)
             return None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # IPython takes the __repr__ of a class before the `_repr_pretty_` of one above it.
+        cls._repr_pretty_ = _pretty  # type: ignore[attr-defined]
+
+
+def _pretty(self: Shown, printer: Any, cycle: bool) -> None:  # noqa: ARG001, FBT001  (IPython's)
+    """Text for a terminal of IPython, as `print` gives it."""
+    printer.text(str(self))

@@ -1,17 +1,21 @@
 """`ResumeManager`: a training loop that can be killed at any moment."""
 
+import dataclasses
 import logging
-import math
 import operator
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 
-from jaxshard import _arrays, _checkpoint, _loading, _run, _saving
+from jaxshard import _arrays, _branching, _checkpoint, _loading, _saving
+from jaxshard._branching import find_step
 from jaxshard._checkpoint import PendingSave
 from jaxshard._errors import (
     ConflictError,
@@ -23,20 +27,22 @@ from jaxshard._errors import (
     StorageError,
     bullet_list,
 )
+from jaxshard._keep import Keep
+from jaxshard._keeping import plain_metrics
 from jaxshard._options import LoadOptions, SaveOptions
-from jaxshard._policy import Every, Keep, SavedStep, SavePolicy
-from jaxshard._reader import (
-    Checkpoint,
-    StepDir,
-    committed_versions,
-    newest_versions,
-    open_checkpoint,
-)
-from jaxshard._store import PathLike, open_store, storage_errors
+from jaxshard._pace import Pace
+from jaxshard._policy import Every, SavedStep, SavePolicy
+from jaxshard._reader import Checkpoint, open_checkpoint
+from jaxshard._steps import StepDir
+from jaxshard._stopping import EXIT_CODE, StopRequest
+from jaxshard._store import PathLike, open_store
+from jaxshard._writer import RunWriter
 
 logger = logging.getLogger("jaxshard")
 
 _FAILURES_MAX = 3
+_HISTORY = 100  # saves that a policy is shown
+_SAVE_S = 5.0  # what the first save is taken to need
 # Flags under which the same program gives other bits; a difference is worth a warning.
 _EXACTNESS = ("jax", "jaxlib", "platform", "device_kind", "enable_x64", "threefry_partitionable",
               "default_prng_impl", "default_matmul_precision")  # fmt: skip
@@ -48,18 +54,32 @@ class ResumeManager:
     `step` is the number of *completed* updates, everywhere: `step_00000100` holds the state after
     100 updates, and after a resume from it the next update to run is number 101.
 
+    One job at a time writes to a run. A second one is refused with the host and process of the
+    first; one that was killed on this machine is known to be dead at once, one on another machine
+    when it gave no sign of life for `lease_s`. A job that was taken over commits nothing any more.
+
     Args:
       root: directory of the run; made if it does not exist.
-      when: `(step, clock_s, history) -> bool`, asked by `maybe_save`; see `Every`.
+      when: `(step, clock_s, history) -> bool`, asked by `maybe_save`; see `Every`, `YoungDaly`.
       keep: which steps to keep; see `Keep`.
       when_busy: what `maybe_save` does while the last save is still running: `"skip"` this one
         with a warning, or `"wait"`.
       on_save_error: `"warn"` logs a failed save and lets training go on (three in a row are
         raised); `"raise"` raises it at the next call.
+      signals: that ask the job to stop: the next `maybe_save` saves, waits, and ends `steps`.
+        Handlers that were there before are called too. Only on the main thread.
+      deadline_s: seconds from now until the job will be killed: it stops as by a signal while
+        there is time for one more step and a save. None asks Slurm, if that runs the job.
+      grace_s: how long the save of a job that stops may take, in seconds; None for as long as it
+        needs.
+      lease_s: how long another job may give no sign of life until it is taken for dead, in seconds.
+      takeover: begin at once, even beside a job that is alive.
+      on_event: called with a mapping for each event of the ledger, on the thread where it happens.
       options: see `SaveOptions`.
 
     Raises:
-      ConflictError: `root` is a checkpoint.
+      ConflictError: `root` is a checkpoint; or another job is writing to it (kind
+        `second-writer`).
       DisagreementError: more than one process.
 
     Example:
@@ -86,6 +106,12 @@ class ResumeManager:
         keep: Keep = Keep(last=3),
         when_busy: Literal["skip", "wait"] = "skip",
         on_save_error: Literal["warn", "raise"] = "warn",
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGUSR2"),
+        deadline_s: float | None = None,
+        grace_s: float | None = None,
+        lease_s: float = 60.0,
+        takeover: bool = False,
+        on_event: Callable[[Mapping[str, Any]], None] | None = None,
         options: SaveOptions = SaveOptions(),
     ) -> None:
         _saving.require_one_process()
@@ -94,24 +120,42 @@ class ResumeManager:
                 f"ResumeManager: when_busy={when_busy!r}, on_save_error={on_save_error!r}\n"
                 'hint: when_busy is "skip" or "wait", on_save_error is "warn" or "raise"'
             )
+        if not lease_s > 0 or not (grace_s is None or grace_s > 0):
+            raise ValueError(
+                f"ResumeManager: lease_s={lease_s}, grace_s={grace_s}: expected more than 0\n"
+                "hint: lease_s=60"
+            )
         self._store = open_store(root)
-        _run.start(self._store)
         self.path = self._store.url
+        _close_earlier(self.path)
+        self._stop = StopRequest(signals, deadline_s)
+        try:
+            self._writer = RunWriter(
+                self._store, keep, lease_s=lease_s, takeover=takeover, on_event=on_event
+            )
+        except BaseException:
+            self._stop.close()
+            raise
         self._when = when
-        self._keep = keep
         self._when_busy = when_busy
         self._on_save_error = on_save_error
+        self._grace_s = grace_s
         self._options = options
-        self._bad: dict[str, str] = {}  # directories that were found damaged, and how
         self._pending: PendingSave | None = None
         self._failures = 0
-        self._history: list[SavedStep] = []
-        newest = self.latest_step()
+        self._pace = Pace()
+        self._history: deque[SavedStep] = deque(maxlen=_HISTORY)
+        there = _branching.look(self._store)
+        newest = there.branch[-1].step if there.branch else None
         self._position = 0  # updates that the state has behind it; steps() goes on from here
         self._last = -1 if newest is None else newest  # newest step that was saved
-        self._resumed = newest is None  # there is nothing to resume
+        self._resumed = not (there.branch or there.bad)  # there is nothing to resume
         self._total: int | None = None
+        self._stopped: str | None = None
         self._closed = False
+        # Also where nobody calls close().
+        self._release = weakref.finalize(self, _release, self._writer, self._stop, os.getpid())
+        _managers[self.path] = self
 
     # Coming back
 
@@ -123,7 +167,8 @@ class ResumeManager:
         side by side: use the returned state. NNX objects are updated in place (after everything
         has been read and verified) and are returned themselves; other nodes come back new.
 
-        A damaged step is skipped with a warning, and the next older one is taken.
+        A damaged step is skipped with a warning, and the next older one is taken; that is written
+        down, so that the next start does not try it again (`undo` takes it back).
 
         Args:
           like: the state itself; or an abstract one (`jax.ShapeDtypeStruct`s with shardings,
@@ -140,38 +185,57 @@ class ResumeManager:
         """
         self._require_open()
         self.wait_until_finished()
-        for step_dir in reversed(self._sound()):
+        began = time.monotonic()
+        while steps := _branching.look(self._store).branch:
+            step_dir = steps[-1]
             try:
-                state = self._load_onto(step_dir, like)
+                state, nbytes = self._load_onto(step_dir, like)
             except (CorruptionError, NotFoundError, NotCommittedError) as e:
                 url = self._store.child(step_dir.name).url
-                self._bad[step_dir.name] = str(e).splitlines()[0].removeprefix(f"{url}: ")
+                why = str(e).splitlines()[0].removeprefix(f"{url}: ")
                 logger.warning("step %d is damaged and is skipped: %s", step_dir.step, e)
+                self._writer.fall_back(step_dir, why)
                 continue
-            self._position = self._last = step_dir.step
-            self._resumed = True
+            self._begin_at(step_dir.step)
+            seconds = time.monotonic() - began
+            self._writer.ledger.add("resume", step=step_dir.step, seconds=seconds, nbytes=nbytes)
             logger.info("resumed %s at step %d", self.path, step_dir.step)
             return state, step_dir.step
-        if self._bad:
-            lines = tuple(f"{name}: {why}" for name, why in self._bad.items())
+        self._require_none_bad()
+        self._last = -1
+        state = self._fresh(like, init)
+        self._begin_at(0)
+        self._last = -1
+        self._writer.ledger.add("fresh")
+        return state, 0
+
+    def _begin_at(self, step: int) -> None:
+        self._position = self._last = step
+        self._resumed = True
+        self._history.clear()
+        self._history.append(SavedStep(step, time.monotonic(), took_s=0.0))
+
+    def _require_none_bad(self) -> None:
+        bad = _branching.look(self._store).bad
+        if bad:
+            lines = tuple(f"{name}: {why}" for name, why in bad.items())
             title = f"{self.path}: none of {len(lines)} committed steps is sound:"
             raise CorruptionError(
                 bullet_list(title, lines),
                 kind=Kind.NOTHING_SOUND,
                 path=self.path,
-                hint="restore the run from a copy, or begin a new one in another directory",
+                hint="restore the run from a copy, or begin a new one in another directory; "
+                f"`jaxshard undo {self.path}` has the last of them tried again",
             )
-        self._last = -1
-        return self._fresh(like, init), 0
 
-    def _load_onto(self, step_dir: StepDir, like: Any) -> Any:
+    def _load_onto(self, step_dir: StepDir, like: Any) -> tuple[Any, int]:
         checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
         _warn_of_other_environment(checkpoint)
         options = LoadOptions(donatable=True, release_like=True)
         request = _loading.LoadArguments(options=options)
         state, report = _loading.load_tree(checkpoint, like, request, in_place=True)
         _checkpoint.log_loaded(report)
-        return state
+        return state, report.bytes_read
 
     def _fresh(self, like: Any, init: Callable[[], Any] | None) -> Any:
         if init is not None:
@@ -185,6 +249,8 @@ class ResumeManager:
 
     def steps(self, total: int) -> Iterator[int]:
         """The updates that are still to run: `for step in run.steps(total)`.
+
+        Ends after `total`, or earlier once `should_stop` is true.
 
         Args:
           total: the last one; `maybe_save` always saves after it, and waits.
@@ -204,14 +270,23 @@ class ResumeManager:
                 hint="state, _ = run.resume(state)",
             )
         self._total = total
-        return iter(range(self._position + 1, total + 1))
+        return self._until_stopped(range(self._position + 1, total + 1))
+
+    def _until_stopped(self, steps: Iterable[int]) -> Iterator[int]:
+        for step in steps:
+            if self.should_stop:
+                return
+            self._pace.step_begins(time.monotonic())
+            yield step
 
     # Saving
 
     def maybe_save(
         self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None
     ) -> PendingSave | None:
-        """Save in the background if the policy says so; at the last step always, and wait.
+        """Save in the background if the policy says so.
+
+        At the last step, and when the job was asked to stop, it always saves, and waits.
 
         Args:
           step: updates that `state` has behind it; larger than at the last save.
@@ -222,18 +297,34 @@ class ResumeManager:
           The save, or None if none was begun.
 
         Raises:
-          ConflictError: `step` is not larger than that of the last save or resume.
+          ConflictError: `step` is not larger than that of the last save or resume; or another job
+            has taken over (kind `second-writer`).
           TypeError: `step` is no integer.
           UnsupportedLeafError: the state holds what cannot be stored.
           StorageError: three saves in a row failed; or the last one, at `total`, did.
         """
         step = _step_number(step)
         self._require_open()
+        now = time.monotonic()
+        self._pace.step_ended(now, beside_save=self._pending is not None)
+        self._writer.epoch.note(step)
         self._collect()
-        if self._total is not None and step >= self._total:
+        try:
+            return self._decide(step, state, metrics, now)
+        finally:
+            self._pace.step_begins(time.monotonic())
+
+    def _decide(
+        self, step: int, state: Any, metrics: Mapping[str, Any] | None, now: float
+    ) -> PendingSave | None:
+        is_last = self._total is not None and step >= self._total
+        reason = None if self._stopped else self._stop.check(self._needed_s())
+        if reason is not None and not is_last:
+            return self._save_and_stop(step, state, metrics, reason)
+        if is_last:
             return self.save(step, state, metrics=metrics, wait=True)
-        if not self._when(step, time.monotonic(), tuple(self._history)):
-            self._require_larger(step)
+        self._require_larger(step)
+        if not self._when(step, now, tuple(self._history)):
             return None
         if self._pending is not None and self._when_busy == "skip":
             logger.warning(
@@ -241,8 +332,34 @@ class ResumeManager:
                 step,
                 self._pending.step,
             )
+            self._writer.ledger.add("skip", step=step, running=self._pending.step)
             return None
         return self.save(step, state, metrics=metrics)
+
+    def _needed_s(self) -> float:
+        """How long one more step and a save will take."""
+        took = [saved.took_s for saved in self._history if saved.took_s]
+        return self._pace.step_s + 1.5 * max(took, default=_SAVE_S) + 1.0
+
+    def _save_and_stop(
+        self, step: int, state: Any, metrics: Mapping[str, Any] | None, reason: str
+    ) -> PendingSave | None:
+        self._stopped = reason
+        self._writer.ledger.add("stop", step=step, reason=reason)
+        logger.warning("asked to stop by %s: saving step %d and ending", reason, step)
+        until = None if self._grace_s is None else time.monotonic() + self._grace_s
+        try:
+            if self._pending is not None:
+                self._pending.outcome(self._grace_s)
+            options = self._options
+            if until is not None:
+                left_s = max(0.001, until - time.monotonic())
+                limit_s = min(left_s, options.timeout_s or left_s)
+                options = dataclasses.replace(options, timeout_s=limit_s)
+            return self._save(step, state, metrics, options, wait=True)
+        except StorageError as e:  # of time-outs too; earlier steps are there
+            logger.error("step %d could not be saved before the end: %s", step, e)  # noqa: TRY400
+            return None
 
     def save(
         self,
@@ -265,6 +382,17 @@ class ResumeManager:
           UnsupportedLeafError: as for `maybe_save`.
           StorageError: three saves in a row failed; with `wait`, this one did.
         """
+        return self._save(step, state, metrics, self._options, wait=wait)
+
+    def _save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        options: SaveOptions,
+        *,
+        wait: bool,
+    ) -> PendingSave:
         step = _step_number(step)
         self._require_open()
         self._require_larger(step)
@@ -277,18 +405,21 @@ class ResumeManager:
                 step,
             )
         self.wait_until_finished()
-        with storage_errors("listing", self.path):
-            step_dir = _run.next_dir(self._store, step)
-        metadata = {} if metrics is None else {"metrics": _plain_metrics(metrics)}
+        began = time.monotonic()
+        step_dir = self._writer.next_dir(step)
+        metadata = {} if metrics is None else {"metrics": plain_metrics(metrics)}
         pending = _checkpoint.save_step_async(
             self._store.child(step_dir.name),
             state,
             step,
             metadata,
-            self._options,
-            then=lambda: self._tidy(step_dir),
+            options,
+            then=lambda: self._writer.tidy(step_dir),
             owned=True,
+            epoch=self._writer.epoch,
         )
+        self._history.append(SavedStep(step, began))
+        self._pace.save_began(time.monotonic() - began)
         if not wait:
             self._pending = pending
             return pending
@@ -309,16 +440,6 @@ class ResumeManager:
                 hint="resume() first; step counts completed updates, as run.steps(total) does",
             )
 
-    def _tidy(self, step_dir: StepDir) -> None:
-        """Behind a save, in its thread: delete what is not kept; failing at it fails no save."""
-        try:
-            gone = _run.tidy(self._store, step_dir, self._keep, set(self._bad))
-        except (OSError, JaxshardError) as e:
-            logger.warning("deleting old steps of %s failed, will be tried again: %s", self.path, e)
-            return
-        if gone:
-            logger.info("pruned %s: %s", self.path, ", ".join(gone))
-
     def _collect(self) -> None:
         """Take note of a save that has ended."""
         if self._pending is not None and self._pending.done():
@@ -328,19 +449,35 @@ class ResumeManager:
     def _note(self, pending: PendingSave) -> BaseException | None:
         """Wait for a save, remember how it ended, and return its error."""
         error = pending.outcome()
-        if error is None:
+        step = pending.step or 0
+        saved = self._history.pop()
+        report = pending.report
+        if report is not None:
             self._failures = 0
-            self._last = max(self._last, pending.step or 0)
-            self._history.append(SavedStep(pending.step or 0, time.monotonic()))
+            self._last = max(self._last, step)
+            cost_s = self._pace.save_cost_s()
+            saved = saved._replace(took_s=report.seconds, cost_s=cost_s)
+            self._writer.ledger.add(
+                "save",
+                step=step,
+                nbytes=report.nbytes,
+                seconds=report.seconds,
+                blocked_s=report.blocked_s,
+                cost_s=cost_s,
+            )
         else:
             self._failures += 1
+            saved = saved._replace(took_s=time.monotonic() - saved.clock_s)
+            self._writer.ledger.add("save-failed", step=step, error=str(error))
+        self._history.append(saved)
         return error
 
     def _count(self, pending: PendingSave) -> None:
         error = self._note(pending)
         if error is None or pending.told:
             return
-        if self._on_save_error == "raise" or not isinstance(error, JaxshardError):
+        fatal = not isinstance(error, JaxshardError) or error.kind is Kind.SECOND_WRITER
+        if self._on_save_error == "raise" or fatal:
             raise error
         if self._failures >= _FAILURES_MAX:
             raise StorageError(
@@ -363,21 +500,64 @@ class ResumeManager:
             pending, self._pending = self._pending, None
             self._count(pending)
 
+    def record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to a step that was saved: those of an evaluation that came later.
+
+        Args:
+          step: a committed step, or the one that is being saved.
+          metrics: numbers; one that is there already is replaced.
+
+        Raises:
+          NotFoundError: no such step was saved.
+          TypeError: one of them is no number.
+        """
+        self._writer.record(self._saved_dir(step), plain_metrics(metrics))
+
+    def _saved_dir(self, step: int) -> StepDir:
+        if self._pending is not None and self._pending.step == step:
+            self.wait_until_finished()
+        return find_step(_branching.look(self._store).branch, step, self.path)
+
+    # Stopping
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the job was asked to stop, and has saved since then, or could not."""
+        return self._stopped is not None
+
+    @property
+    def exit_code(self) -> int:
+        """What the script should end with: `sys.exit(run.exit_code)`.
+
+        75 (EX_TEMPFAIL: to be started again) if it was asked to stop before `total`, else 0.
+        """
+        return EXIT_CODE if self._stopped is not None else 0
+
+    def poll(self) -> bool:
+        """Whether somebody asks the job to stop: for loops that save nothing, like an evaluation.
+
+        Leave such a loop when it is true; the next `maybe_save` saves and ends the run.
+        """
+        return self._stopped is not None or self._stop.check(self._needed_s()) is not None
+
     # Looking
 
-    def _sound(self) -> list[StepDir]:
-        with storage_errors("listing", self.path):
-            found = committed_versions(self._store)
-        return newest_versions(d for d in found if d.name not in self._bad)
-
     def all_steps(self) -> list[int]:
-        """Committed steps that were not found damaged, rising."""
-        return [d.step for d in self._sound()]
+        """Committed steps that count, rising: not bad, and on the branch that goes on."""
+        return [d.step for d in _branching.look(self._store).branch]
 
     def latest_step(self) -> int | None:
-        """The newest committed step that was not found damaged; never one whose save failed."""
+        """The newest step that counts; never one whose save failed."""
         steps = self.all_steps()
         return steps[-1] if steps else None
+
+    def best_step(self) -> int | None:
+        """The best step that counts, by `metric` and `mode` of `Keep`; None if none has it.
+
+        Raises:
+          ValueError: `keep` has no metric.
+        """
+        return self._writer.keeper.best_step(_branching.look(self._store))
 
     def load(self, step: int, like: Any = None, **options: Any) -> Any:
         """Load one committed step; see `jaxshard.load` for `like` and the other arguments.
@@ -385,8 +565,77 @@ class ResumeManager:
         Raises:
           NotFoundError: no such step was committed.
         """
-        step_dir = _run.find_step(self._sound(), step, self.path)
+        step_dir = find_step(_branching.look(self._store).branch, step, self.path)
         return _checkpoint.load(self._store.child(step_dir.name).url, like, **options)
+
+    # Deciding
+
+    def protect(self, step: int) -> None:
+        """Never delete a step, whatever `keep` says.
+
+        Raises:
+          NotFoundError: no such step was committed.
+        """
+        self._writer.told(_branching.protect(self._store, step))
+
+    def unprotect(self, step: int) -> None:
+        """Let `keep` decide about a step again.
+
+        Raises:
+          NotFoundError: no such step was committed.
+        """
+        self._writer.told(_branching.unprotect(self._store, step))
+
+    def mark_bad(self, step: int, why: str) -> None:
+        """Never resume from a step. It stays as long as `keep` would have kept it.
+
+        Raises:
+          NotFoundError: no such step was committed.
+        """
+        self._writer.told(_branching.mark_bad(self._store, step, why))
+
+    def rollback(self, step: int, why: str, *, skip_batches: int = 0) -> None:
+        """Go on from an earlier step: `resume` comes back to it, also at the next start.
+
+        Later steps are set aside: they do not count any more, and are deleted when training has
+        come by again. Call `resume` next, and `steps` again.
+
+        Args:
+          step: a committed step.
+          why: in words, for those who look at the run.
+          skip_batches: how many batches of data to leave out from there on; see `skip_batches`.
+
+        Raises:
+          NotFoundError: no such step was committed.
+        """
+        self._require_open()
+        self.wait_until_finished()
+        self._writer.told(_branching.rollback(self._store, step, why, skip_batches))
+        self._resumed = False
+        self._last = self._position = step
+
+    def undo(self) -> None:
+        """Take back the last decision: a rollback, a mark, a protection, a step found damaged.
+
+        After a rollback was taken back, the steps saved since it are set aside; `resume` next.
+
+        Raises:
+          ConflictError: nothing is left to undo.
+        """
+        self._require_open()
+        self.wait_until_finished()
+        decision = _branching.undo(self._store)
+        self._writer.told(decision)
+        newest = self.latest_step()
+        if newest != self._last:
+            self._resumed = newest is None
+            self._last = self._position = -1 if newest is None else newest
+
+    @property
+    def skip_batches(self) -> int:
+        """How many batches to leave out now: right after a resume that a rollback has led to."""
+        held = _branching.look(self._store).standing.skip_batches
+        return held[1] if held is not None and held[0] == self._last == self._position else 0
 
     # Ending
 
@@ -397,7 +646,10 @@ class ResumeManager:
           StorageError: as for `maybe_save`.
         """
         self._closed = True
-        self.wait_until_finished()
+        try:
+            self.wait_until_finished()
+        finally:
+            self._release()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -423,6 +675,28 @@ class ResumeManager:
         return f"<ResumeManager {self.path!r}, steps {self.all_steps()}>"
 
 
+_managers: weakref.WeakValueDictionary[str, ResumeManager] = weakref.WeakValueDictionary()
+
+
+def _close_earlier(path: str) -> None:
+    """A cell of a notebook that is run again makes a second manager of the same run."""
+    earlier = _managers.pop(path, None)
+    if earlier is None or earlier._closed:  # noqa: SLF001  (another one of the same class)
+        return
+    logger.warning("%s: the ResumeManager that was open in this process is closed", path)
+    try:
+        earlier.close()
+    except JaxshardError as e:
+        logger.warning("%s: its last save failed: %s", path, e)
+
+
+def _release(writer: RunWriter, stop: StopRequest, pid: int) -> None:
+    if os.getpid() != pid:  # a child that was forked has none of it
+        return
+    stop.close()
+    writer.close()
+
+
 def _step_number(step: Any) -> int:
     """A step as a Python int: any integer will do, also a 0-d array; a bool or float will not."""
     try:
@@ -434,20 +708,6 @@ def _step_number(step: Any) -> int:
             f"expected step to be an integer, the number of completed updates, found {step!r}\n"
             "hint: for step in run.steps(total) gives it"
         ) from e
-
-
-def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as JSON: floats; those that JSON lacks as strings."""
-    plain = {}
-    for name, value in metrics.items():
-        try:
-            plain[str(name)] = float(value)
-        except (TypeError, ValueError) as e:
-            raise TypeError(
-                f"metrics: expected {name!r} to be a number, found {type(value).__name__}\n"
-                "hint: reduce it first, for example with jnp.mean"
-            ) from e
-    return {n: v if math.isfinite(v) else str(v) for n, v in plain.items()}
 
 
 def _warn_of_other_environment(checkpoint: Checkpoint) -> None:

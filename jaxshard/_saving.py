@@ -21,6 +21,7 @@ from jaxshard import (
     _plan,
     _trees,
 )
+from jaxshard._epochs import Epoch
 from jaxshard._errors import (
     DisagreementError,
     UnsupportedLeafError,
@@ -82,6 +83,7 @@ class SaveJob:
     options: SaveOptions
     metadata: Mapping[str, Any]
     step: int | None
+    epoch: Epoch | None
     overwrite: bool
     began: float
 
@@ -114,6 +116,7 @@ def prepare(
     overwrite: bool,
     options: SaveOptions,
     step: int | None = None,
+    epoch: Epoch | None = None,
 ) -> SaveJob:
     """Check and plan a save; raises whatever speaks against it before a byte is written."""
     began = time.monotonic()
@@ -136,6 +139,7 @@ def prepare(
         options=options,
         metadata=metadata,
         step=step,
+        epoch=epoch,
         overwrite=overwrite,
         began=began,
     )

@@ -77,6 +77,9 @@ class Store(Protocol):
     def syncing(self) -> Syncer:
         """Begin to write many new files that need not be durable one by one."""
 
+    def append(self, key: str, data: bytes) -> None:
+        """Add to the end of a file, durably; it need not exist."""
+
     def create(self, key: str, data: bytes) -> bool:
         """Let a file appear whole, durably, unless it exists; whether it was created."""
 
@@ -227,6 +230,10 @@ class LocalStore:
 
         return Syncing(self._root)
 
+    def append(self, key: str, data: bytes) -> None:
+        """Add to the end of a file."""
+        _durable.append(self._root / key, data)
+
     def create(self, key: str, data: bytes) -> bool:
         """Let a file appear unless it exists."""
         return _durable.create_if_absent(self._root / key, data)
@@ -337,6 +344,11 @@ class MemoryStore:
     def syncing(self) -> Syncer:
         """Nothing has to be synced in memory."""
         return _Unsynced(self)
+
+    def append(self, key: str, data: bytes) -> None:
+        """Add to the end of a file; one writer at a time."""
+        before = b"" if self.size(key) is None else self.read(key)
+        self._kv.write(key, before + data).result()
 
     def create(self, key: str, data: bytes) -> bool:
         """Let a file appear unless it exists."""

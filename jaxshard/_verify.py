@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxshard import _assembly, _fetch, _piecefile, _places, _plan, _source, _table, _tensors, _zarr
 from jaxshard._boxes import Box
-from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted, size_text
+from jaxshard._errors import CorruptionError, FormatError, Kind, bullet_list, counted, size_text
 from jaxshard._fetch import raise_if_replaced
 from jaxshard._manifest import FILE, Manifest
 from jaxshard._reader import open_checkpoint
@@ -103,6 +103,7 @@ def verify(
     Raises:
       NotFoundError: nothing is at `path`, or a run directory.
       NotCommittedError: a save was begun there and never committed.
+      FormatError: it was written by a newer version (kind `format-version`).
       CheckpointReplacedError: a writer replaced or deleted it meanwhile.
 
     Example:
@@ -115,6 +116,8 @@ def verify(
     try:
         checkpoint = open_checkpoint(path)
     except (CorruptionError, FormatError) as e:
+        if e.kind is Kind.FORMAT_VERSION:  # it may be sound
+            raise
         problem = Problem("damaged", FILE, None, None, str(e).splitlines()[0])
         return VerifyReport(store.url, (problem,), (), 1, 0)
     with storage_errors("verifying", store.url):

@@ -89,6 +89,7 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
         attempt=job.attempt,
         nonce=secrets.token_hex(16),
         step=job.step,
+        epoch=None if job.epoch is None else job.epoch.number,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         metadata=job.metadata,
         environment=_arrays.environment(),
@@ -96,6 +97,8 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
         tree=dataclasses.replace(job.tree, leaves=leaves),
         processes=(_manifest.ProcessRecord(len(table), _table.digest_of(table).hex()),),
     )
+    if job.epoch is not None:
+        job.epoch.require_newest()
     _commit.commit(job.store, manifest, overwrite=job.overwrite)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from jaxshard import (
 
 OPTIONS = SaveOptions(pack_below=2000, piece_bytes_max=40_000)
 SEED = 20261129
+HOST = socket.gethostname()
 
 
 class Moments(NamedTuple):
@@ -71,10 +73,15 @@ def child() -> None:
     work(root, *map(int, sys.argv[3:]))
 
 
-def train(root: Path, steps: int) -> None:
+def train(root: Path, steps: int, takeover: int = 0) -> None:
     """Resume, check what was resumed, and save every step."""
     with ResumeManager(
-        root, when=Every(steps=1), keep=Keep(last=2), when_busy="wait", options=OPTIONS
+        root,
+        when=Every(steps=1),
+        keep=Keep(last=2),
+        when_busy="wait",
+        takeover=bool(takeover),
+        options=OPTIONS,
     ) as run:
         state, begin = run.resume(state_of(0))
         assert_same_tree(state, state_of(begin))
@@ -237,7 +244,7 @@ def kill_often(root: Path, start: Callable[..., Process], kills: int, seed: int)
     assert assert_sound(root) == newest + 3
     assert jaxshard.open(root).all_steps() == [newest + 2, newest + 3]
     assert sorted(p.name for p in root.iterdir() if not p.name.startswith(".tmp-")) == [
-        "run.json", f"step_{newest + 2:08d}", f"step_{newest + 3:08d}"
+        "epochs", "events", "run.json", f"step_{newest + 2:08d}", f"step_{newest + 3:08d}"
     ]  # fmt: skip
     assert not jaxshard.verify(root / f"step_{newest + 3:08d}").leftovers
 
@@ -413,25 +420,31 @@ def test_a_writer_that_sleeps_through_the_saves_of_another_one_does_no_harm(
     tmp_path: Path, start: Callable[..., Process]
 ) -> None:
     root = tmp_path / "run"
-    sleeper, other, last = (start("train", root, steps) for steps in (10**6, 6, 2))
+    sleeper, refused = (start("train", root, 10**6) for _ in range(2))
+    other, last = (start("train", root, steps, 1) for steps in (6, 2))
     sleeper.go()
     sleeping = stop_in_mid_save(sleeper, root)
     before = assert_sound(root)
+    refused.go()
+    assert refused.end(1) == []
+    pid = sleeper.popen.pid
+    assert (
+        f"expected no other writer, found a job that is running: {HOST}, pid {pid}"
+        in (tmp_path / "log1").read_text()
+    )
     other.go()
     assert other.end(0) == [f"resumed {before}", f"finished {before + 6}"]
     newest = assert_sound(root)
     assert newest == before + 6
     assert not (sleeping / "manifest.json").exists() or jaxshard.verify(sleeping).ok
     os.kill(sleeper.popen.pid, signal.SIGCONT)
-    for _ in range(10):
-        time.sleep(0.05)
-        assert (jaxshard.open(root).latest_step() or 0) >= newest
-    if sleeper.popen.poll() is None:
-        sleeper.kill()
-    assert assert_sound(root) >= newest
+    sleeper.end(1)  # nothing that it does counts any more, and it is told so
+    log = (tmp_path / "log0").read_text()
+    assert f"another job has taken over this run: {HOST}, pid {other.popen.pid}" in log
+    assert assert_sound(root) == newest
     last.go()
-    assert last.end(0)[1].startswith("finished ")
-    assert assert_sound(root) >= newest + 2
+    assert last.end(0) == [f"resumed {newest}", f"finished {newest + 2}"]
+    assert assert_sound(root) == newest + 2
 
 
 def test_a_writer_that_sleeps_blocks_nobody(tmp_path: Path, start: Callable[..., Process]) -> None:
@@ -442,7 +455,7 @@ def test_a_writer_that_sleeps_blocks_nobody(tmp_path: Path, start: Callable[...,
     stop_in_mid_save(sleeper, root)
     newest = assert_sound(root)
     begin = time.monotonic()
-    with ResumeManager(root, options=OPTIONS) as run:
+    with ResumeManager(root, takeover=True, options=OPTIONS) as run:
         _state, step = run.resume(state_of(0))
         assert step == newest
         run.save(step + 1, state_of(step + 1), wait=True)

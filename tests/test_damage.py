@@ -621,6 +621,8 @@ def test_a_newer_format_is_refused_by_its_number(victim: Path, version: int) -> 
     with pytest.raises(FormatError, match=f"found version {version}\nhint: pip install") as caught:
         jaxshard.load(victim)
     assert caught.value.kind is Kind.FORMAT_VERSION
+    with pytest.raises(FormatError, match=f"found version {version}"):  # it is not damaged
+        jaxshard.verify(victim)
 
 
 def test_a_newer_format_is_told_from_damage_even_if_the_rest_is_unknown(victim: Path) -> None:

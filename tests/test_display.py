@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covers_exactly_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from IPython.lib.pretty import pretty
 from support import mesh, on, run_python
 
 import jaxshard
 from jaxshard import _grid, _registry
-from jaxshard._boxes import Box, covers_exactly_once
+from jaxshard._boxes import Box
 from jaxshard._diff import Difference
 from jaxshard._reader import Checkpoint
 from jaxshard._spec import Layout, LeafSpec, MeshSpec, Node, TreeSpec
@@ -668,3 +670,9 @@ def test_a_run_that_is_gone_still_has_a_repr(tmp_path, monkeypatch):
     monkeypatch.setattr(type(run._store), "entries", fail)
     assert repr(run) == f"<Run {run.path!r}, which cannot be listed>"
     assert "its steps cannot be listed" in page(run).words
+
+
+def test_a_terminal_of_ipython_shows_what_print_shows(tmp_path):
+    jaxshard.save(tmp_path / "c", {"w": np.ones(3)})
+    report = jaxshard.verify(tmp_path / "c")
+    assert pretty(report) == str(report) != repr(report)

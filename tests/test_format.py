@@ -456,4 +456,5 @@ def test_a_run_is_described_by_one_file_that_never_changes(tmp_path):
     found = json.loads(text)
     assert (found["format"], found["version"]) == ("jaxshard-run", 1)
     assert re.fullmatch(r"[0-9a-f]{32}", found["run_id"])
-    assert sorted(p.name for p in root.iterdir()) == ["run.json", "step_00000001", "step_00000002"]
+    names = ["epochs", "events", "run.json", "step_00000001", "step_00000002"]
+    assert sorted(p.name for p in root.iterdir()) == names

@@ -12,12 +12,13 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
+from covering import covers_exactly_once
 from hypothesis import HealthCheck, given, settings
 from support import assert_same_leaf, bits, mesh, on, run_python
 
 import jaxshard
 from jaxshard import _dtypes, _saving
-from jaxshard._boxes import Box, covers_exactly_once
+from jaxshard._boxes import Box
 from jaxshard._plan import tile_lattice
 from jaxshard._store import open_store
 

@@ -273,7 +273,8 @@ def test_files_that_are_no_steps_are_left_alone(tmp_path: Path) -> None:
         assert run.all_steps() == [1]
         run.save(2, state_of(2), wait=True)
         assert run.all_steps() == [2]
-    assert sorted(p.name for p in root.iterdir()) == sorted(["run.json", "step_00000002", *strange])
+    ours = ["epochs", "events", "run.json", "step_00000002"]
+    assert sorted(p.name for p in root.iterdir()) == sorted([*ours, *strange])
 
 
 def test_deleting_what_cannot_be_deleted_fails_no_save(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from jaxshard import _commit, _reader
+from jaxshard import _commit, _steps
 from jaxshard._errors import (
     CorruptionError,
     FormatError,
@@ -15,7 +15,8 @@ from jaxshard._errors import (
     size_text,
 )
 from jaxshard._manifest import FILE
-from jaxshard._reader import Checkpoint, StepDir, open_checkpoint
+from jaxshard._reader import Checkpoint, open_checkpoint
+from jaxshard._steps import StepDir
 from jaxshard._store import Store, open_store, storage_errors
 from jaxshard.cli._output import Styled, note, print_json, print_table
 from jaxshard.cli._verb import Verb, json_option, locate
@@ -93,8 +94,8 @@ def _rows(store: Store) -> Iterator[_Row]:
     if _commit.look(store) is not _commit.Found.RUN:
         yield from _rows_of(store, None)
         return
-    newest = _reader.committed_steps(store)
-    for step_dir in _reader.step_dirs(store):
+    newest = _steps.branch(store)
+    for step_dir in _steps.step_dirs(store):
         yield from _rows_of(store.child(step_dir.name), step_dir, replaced=step_dir not in newest)
 
 

@@ -7,8 +7,8 @@ import click
 import jaxshard
 from jaxshard._errors import counted, size_text
 from jaxshard._manifest import FILE
-from jaxshard._reader import committed_versions
 from jaxshard._run import Run
+from jaxshard._steps import committed_versions
 from jaxshard._store import open_store, storage_errors
 from jaxshard.cli._output import Failure, note, print_json, print_table, progress
 from jaxshard.cli._verb import Verb, json_option, locate

@@ -6,9 +6,10 @@ import time
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from covering import covers_exactly_once
 from hypothesis import given, settings
 
-from jaxshard._boxes import Box, Lattice, covers_exactly_once
+from jaxshard._boxes import Box, Lattice
 
 quick = settings(derandomize=True, deadline=None, max_examples=80)
 

@@ -4,9 +4,10 @@ import math
 
 import hypothesis.strategies as st
 import pytest
+from covering import covers_exactly_once
 from hypothesis import given, settings
 
-from jaxshard._boxes import Box, Lattice, covers_exactly_once
+from jaxshard._boxes import Box, Lattice
 from jaxshard._grid import TILE_BYTES, choose
 
 MIB = 1 << 20

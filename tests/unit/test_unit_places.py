@@ -5,11 +5,12 @@ import time
 
 import hypothesis.strategies as st
 import numpy as np
+from covering import covers_exactly_once
 from hypothesis import given
 from test_unit_plan import MIB, leaf, quick
 
 from jaxshard import _plan
-from jaxshard._boxes import Box, Lattice, covers_exactly_once
+from jaxshard._boxes import Box, Lattice
 from jaxshard._places import blocks, places, tile_runs
 from jaxshard._plan import element_box, stored_box
 from jaxshard._spec import Layout

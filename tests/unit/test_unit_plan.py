@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
+from covering import covers_exactly_once
 from hypothesis import given, settings
 
 from jaxshard import _dtypes, _grid, _plan
-from jaxshard._boxes import Box, Lattice, covers_exactly_once
+from jaxshard._boxes import Box, Lattice
 from jaxshard._plan import Holders, plan_save
 from jaxshard._spec import Layout, LeafSpec, stored_shape
 

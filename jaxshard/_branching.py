@@ -1,0 +1,129 @@
+"""Decide about the steps of a run: protect, mark bad, roll back, undo.
+
+Each is one decision, a file; nothing that was saved is changed or deleted by it.
+"""
+
+from typing import NamedTuple
+
+from jaxshard import _decisions, _steps
+from jaxshard._decisions import Decision, Standing, Verdict
+from jaxshard._errors import ConflictError, Kind, NotFoundError
+from jaxshard._steps import StepDir
+from jaxshard._store import Store, storage_errors
+
+
+class Look(NamedTuple):
+    """One look at a run: its committed steps, and what was decided about them."""
+
+    committed: list[StepDir]
+    standing: Standing
+
+    @property
+    def branch(self) -> list[StepDir]:
+        """The steps that count, rising."""
+        return _steps.newest_versions(d for d in self.committed if self.standing.counts(d.name))
+
+    @property
+    def bad(self) -> dict[str, str]:
+        """The steps that would count if they were not bad, and why they are."""
+        names = {d.name for d in self.committed} - self.standing.aside
+        return {name: why for name, why in sorted(self.standing.bad.items()) if name in names}
+
+
+def look(store: Store) -> Look:
+    """What there is, now."""
+    with storage_errors("listing", store.url):
+        standing = _decisions.fold(_decisions.read(store))
+        return Look(_steps.committed_versions(store), standing)
+
+
+def find_step(steps: list[StepDir], step: int | None, path: str) -> StepDir:
+    """One of these steps by its number, the newest one if None.
+
+    Raises:
+      NotFoundError: there is none; the error names those that there are.
+    """
+    found = [d for d in steps if step is None or d.step == step]
+    if not found:
+        have = ", ".join(str(d.step) for d in steps) or "none"
+        wanted = "a committed step" if step is None else f"step {step}"
+        raise NotFoundError(
+            f"{path}: expected {wanted}, found: {have}", path=path, step=step,
+            hint="all_steps() lists the committed ones",
+        )  # fmt: skip
+    return found[-1]
+
+
+def protect(store: Store, step: int) -> Decision:
+    """Never delete a step."""
+    return _decide(store, Verdict.PROTECT, step)
+
+
+def unprotect(store: Store, step: int) -> Decision:
+    """Treat a step like all others again."""
+    return _decide(store, Verdict.UNPROTECT, step)
+
+
+def mark_bad(store: Store, step: int, why: str) -> Decision:
+    """Never resume from a step."""
+    return _decide(store, Verdict.MARK_BAD, step, why)
+
+
+def fall_back(store: Store, step_dir: StepDir, why: str) -> Decision:
+    """Remember that a step was found damaged."""
+    names = (step_dir.name,)
+    return _decisions.add(store, Verdict.FALLBACK, step=step_dir.step, names=names, why=why)
+
+
+def _decide(store: Store, verdict: Verdict, step: int, why: str = "") -> Decision:
+    now = look(store)
+    there = _steps.newest_versions(d for d in now.committed if d.name not in now.standing.aside)
+    step_dir = find_step(there, step, store.url)
+    with storage_errors("writing a decision to", store.url):
+        return _decisions.add(store, verdict, step=step, names=(step_dir.name,), why=why)
+
+
+def rollback(store: Store, step: int, why: str, skip_batches: int) -> Decision:
+    """Go on from an earlier step; those after it are set aside. Nobody else may be writing."""
+    if skip_batches < 0:
+        raise ValueError(
+            f"rollback: skip_batches must be 0 or more: {skip_batches}\nhint: skip_batches=100"
+        )
+    now = look(store)
+    find_step(now.branch, step, store.url)
+    aside = [d for d in now.committed if d.step > step and d.name not in now.standing.aside]
+    with storage_errors("writing a decision to", store.url):
+        return _decisions.add(
+            store,
+            Verdict.ROLLBACK,
+            step=step,
+            names=tuple(d.name for d in aside),
+            why=why,
+            skip_batches=skip_batches,
+        )
+
+
+def undo(store: Store) -> Decision:
+    """Let the last decision be as if it had never been. Nobody else may be writing.
+
+    What was saved since a rollback is set aside in its turn.
+
+    Raises:
+      ConflictError: there is none.
+    """
+    with storage_errors("listing", store.url):
+        made = _decisions.read(store)
+    last = _decisions.last_to_undo(made)
+    if last is None:
+        raise ConflictError(
+            f"{store.url}: expected a decision to undo, found none",
+            kind=Kind.NOTHING_TO_UNDO,
+            path=store.url,
+            hint="jaxshard ls shows what holds",
+        )
+    aside: tuple[str, ...] = ()
+    if last.verdict is Verdict.ROLLBACK:
+        since = [d for d in look(store).branch if d.step > (last.step or 0)]
+        aside = tuple(d.name for d in since)
+    with storage_errors("writing a decision to", store.url):
+        return _decisions.add(store, Verdict.UNDO, step=last.step, names=aside, of=last.number)

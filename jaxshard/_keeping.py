@@ -1,0 +1,99 @@
+"""What `Keep` says of the steps of a run: with their times, metrics, and what was decided."""
+
+import datetime
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxshard import _ledger, _steps
+from jaxshard._branching import Look
+from jaxshard._keep import Keep, KeptStep
+from jaxshard._reader import Checkpoint, open_checkpoint
+from jaxshard._steps import StepDir
+from jaxshard._store import Store
+
+
+class _Facts(NamedTuple):
+    """What a manifest says that matters for what is kept."""
+
+    saved_s: float
+    metrics: Mapping[str, float]
+
+
+class Keeper:
+    """Asks a `Keep` about the steps of a run.
+
+    Manifests are read once, and only where a rule needs what they hold.
+    """
+
+    def __init__(self, store: Store, keep: Keep) -> None:
+        self._store = store
+        self._keep = keep
+        self._facts: dict[str, _Facts] = {}
+        self._recorded = _ledger.metrics(_ledger.read(store))
+
+    def record(self, step_dir: StepDir, metrics: Mapping[str, Any]) -> None:
+        """Metrics of a step that came after it was saved."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._recorded.setdefault(step_dir.name, {}).update(numbers)
+
+    def kept(self, now: Look) -> set[str]:
+        """Names of the steps that stay.
+
+        Those that somebody marked bad stay as long as they would if they were not, so that it can
+        be undone; those set aside until training has come by again.
+        """
+        branch = now.branch
+        marked = [d for d in now.committed if d.name in now.standing.marked]
+        with_marked = _steps.newest_versions([*branch, *marked])
+        kept = {d.name for d in now.committed if d.name in now.standing.protected}
+        for steps in (branch, with_marked):
+            numbers = self._keep.kept(self._kept_step(d, now) for d in steps)
+            kept |= {d.name for d in steps if d.step in numbers}
+        return kept
+
+    def _kept_step(self, step_dir: StepDir, now: Look) -> KeptStep:
+        protected = step_dir.name in now.standing.protected
+        if not self._keep.looks_inside:
+            return KeptStep(step_dir.step, protected=protected)
+        facts = self._facts.get(step_dir.name)
+        if facts is None:
+            checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
+            facts = self._facts[step_dir.name] = _facts(checkpoint)
+        recorded = self._recorded.get(step_dir.name, {})
+        return KeptStep(step_dir.step, facts.saved_s, {**facts.metrics, **recorded}, protected)
+
+    def best_step(self, now: Look) -> int | None:
+        """The best step that counts; None if none has the metric."""
+        if self._keep.metric is None:
+            raise ValueError(
+                f"{self._store.url}: expected a metric in Keep, found none\n"
+                'hint: keep=Keep(last=3, best=1, metric="loss")'
+            )
+        ranked = self._keep.ranked(self._kept_step(d, now) for d in now.branch)
+        return ranked[0].step if ranked else None
+
+
+def _facts(checkpoint: Checkpoint) -> _Facts:
+    saved = datetime.datetime.fromisoformat(checkpoint.created).timestamp()
+    return _Facts(saved, metrics_of(checkpoint))
+
+
+def metrics_of(checkpoint: Checkpoint) -> dict[str, float]:
+    """The metrics that a step was saved with; what JSON lacks is kept as a string."""
+    found = checkpoint.metadata.get("metrics", {})
+    return {name: float(value) for name, value in found.items()}
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as JSON: floats; those that JSON lacks as strings."""
+    plain = {}
+    for name, value in metrics.items():
+        try:
+            plain[str(name)] = float(value)
+        except (TypeError, ValueError) as e:
+            raise TypeError(
+                f"metrics: expected {name!r} to be a number, found {type(value).__name__}\n"
+                "hint: reduce it first, for example with jnp.mean"
+            ) from e
+    return {n: v if math.isfinite(v) else str(v) for n, v in plain.items()}

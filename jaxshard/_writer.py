@@ -1,0 +1,158 @@
+"""The writing side of a run: its epoch, where the next step goes, what is deleted behind it."""
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxshard import _branching, _commit, _epochs, _steps
+from jaxshard._decisions import Decision
+from jaxshard._errors import ConflictError, FormatError, JaxshardError, Kind
+from jaxshard._identity import Identity
+from jaxshard._keep import Keep
+from jaxshard._keeping import Keeper
+from jaxshard._ledger import Event, Ledger
+from jaxshard._manifest import FILE, canonical
+from jaxshard._reader import open_checkpoint
+from jaxshard._steps import StepDir
+from jaxshard._store import Store, storage_errors
+
+logger = logging.getLogger("jaxshard")
+
+_VERSION = 1
+
+
+class RunWriter:
+    """The one process that writes to a run.
+
+    Args:
+      store: the directory of the run; made if it does not exist.
+      keep: which steps to keep.
+      lease_s: a writer that gives no sign of life for so long is dead.
+      takeover: begin even beside one that is alive.
+      on_event: see `Ledger`.
+
+    Raises:
+      ConflictError: a checkpoint is there, or another process is writing.
+      FormatError: a run of a newer version.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keep: Keep,
+        *,
+        lease_s: float,
+        takeover: bool,
+        on_event: Callable[[Event], None] | None,
+    ) -> None:
+        self._store = store
+        with storage_errors("opening", store.url):
+            _make(store)
+            names = [d.name for d in _steps.committed_versions(store)]
+            self.epoch = _epochs.begin(store, names, lease_s=lease_s, takeover=takeover)
+            late = _steps.late_versions(store)
+            self.ledger = Ledger(store, on_event)
+            self.keeper = Keeper(store, keep)
+        self.ledger.add("start", epoch=self.epoch.number, who=str(Identity.of_this_process()))
+        if late:
+            logger.warning(
+                "%s: %s committed by a job that had been taken over; ignored. Was it put back from "
+                "a copy? Without %s/%s all steps count",
+                store.url,
+                ", ".join(d.name for d in late),
+                store.url,
+                _epochs.DIR,
+            )
+
+    def next_dir(self, step: int) -> StepDir:
+        """Where to write a step: beside what was committed for it, over what was not."""
+        with storage_errors("listing", self._store.url):
+            versions = [d for d in _steps.step_dirs(self._store) if d.step == step]
+            if not versions:
+                return StepDir(step, 1)
+            newest = versions[-1]
+            committed = self._store.size(f"{newest.name}/{FILE}") is not None
+        return StepDir(step, newest.version + 1) if committed else newest
+
+    def tidy(self, just_saved: StepDir) -> None:
+        """Behind a save: delete what is not kept; failing at it fails no save."""
+        try:
+            gone = self._tidy(just_saved)
+        except (OSError, JaxshardError) as e:
+            logger.warning(
+                "deleting old steps of %s failed, will be tried again: %s", self._store.url, e
+            )
+            return
+        if gone:
+            self.ledger.add("prune", names=gone)
+            logger.info("pruned %s: %s", self._store.url, ", ".join(gone))
+
+    def _tidy(self, just_saved: StepDir) -> list[str]:
+        now = _branching.look(self._store)
+        kept = self.keeper.kept(now) | {just_saved.name}
+        gone = [
+            d.name
+            for d in _steps.step_dirs(self._store)
+            if d.name not in kept and d.step <= just_saved.step
+        ]
+        for name in gone:
+            _commit.delete(self._store.child(name))
+        child = self._store.child(just_saved.name)
+        _commit.remove_other_attempts(child, open_checkpoint(child.url).attempt)
+        return gone
+
+    def record(self, step_dir: StepDir, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to a step that was saved."""
+        self.ledger.add("record", step=step_dir.step, name=step_dir.name, metrics=metrics)
+        self.keeper.record(step_dir, metrics)
+
+    def fall_back(self, step_dir: StepDir, why: str) -> None:
+        """Remember that a step was found damaged, if the store can."""
+        try:
+            self.told(_branching.fall_back(self._store, step_dir, why))
+        except JaxshardError as e:
+            logger.warning("%s: this cannot be written down: %s", self._store.url, e)
+
+    def told(self, decision: Decision) -> None:
+        """Write a decision into the ledger too."""
+        fields = decision._asdict()
+        self.ledger.add(
+            fields.pop("verdict"), **{n: v for n, v in fields.items() if v and n != "at"}
+        )
+
+    def close(self) -> None:
+        """End the epoch: the next job need not wait."""
+        self.ledger.add("end")
+        self.epoch.end()
+
+
+def _make(store: Store) -> None:
+    """Make the directory of a run, or find that it is one."""
+    if store.size(FILE) is not None or store.is_file():
+        raise ConflictError(
+            f"{store.url}: expected a run directory or nothing, found a checkpoint or a file",
+            path=store.url,
+            hint="give ResumeManager a directory of its own",
+        )
+    store.make_dirs([""])
+    identity = {"format": "jaxshard-run", "version": _VERSION, "run_id": secrets.token_hex(16)}
+    if not store.create(_commit.RUN_FILE, canonical(identity) + b"\n"):
+        _require_version(store)
+
+
+def _require_version(store: Store) -> None:
+    file = f"{store.url}/{_commit.RUN_FILE}"
+    try:
+        found = json.loads(store.read(_commit.RUN_FILE))
+        known = found["format"] == "jaxshard-run" and int(found["version"]) <= _VERSION
+    except (ValueError, KeyError, TypeError) as e:
+        raise FormatError(f"{file}: expected the description of a run: {e}", path=file) from e
+    if not known:
+        raise FormatError(
+            f"{file}: expected version {_VERSION} or older, found {found}",
+            kind=Kind.FORMAT_VERSION,
+            path=file,
+            hint="pip install --upgrade jaxshard",
+        )

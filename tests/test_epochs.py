@@ -1,0 +1,457 @@
+"""One writer at a time: a second job, a dead one, one that sleeps and wakes up."""
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import REPOSITORY
+
+import jaxshard
+from jaxshard import ConflictError, Every, Keep, ResumeManager, _epochs, _steps
+from jaxshard._errors import Kind
+from jaxshard._identity import Identity, Life
+from jaxshard._store import open_store
+
+HOST = socket.gethostname()
+WRITER = """
+import sys, time
+import jaxshard
+run = jaxshard.ResumeManager(sys.argv[1], lease_s=float(sys.argv[2]))
+state, step = run.resume({"n": 0})
+run.save(step + 1, {"n": step + 1}, wait=True)
+print("writing", flush=True)
+sys.stdin.readline()
+if sys.argv[3] == "close":
+    run.close()
+"""
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"n": step}
+
+
+def epoch_files(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(file.read_bytes()) for file in sorted((root / "epochs").iterdir())]
+
+
+def forge(root: Path, **changes: Any) -> Path:
+    """Let the newest epoch have been begun by another process."""
+    file = max((root / "epochs").iterdir())
+    body = json.loads(file.read_bytes())
+    body["ended"] = False
+    body["identity"].update(changes)
+    file.write_text(json.dumps(body))
+    return file
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts writers of a run; none of them outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(root: Path, lease_s: float = 60, end: str = "close") -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(root), str(lease_s), end],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# A second job -------------------------------------------------------------------------------
+
+
+def test_a_second_job_is_refused_with_host_process_and_start_of_the_first(tmp_path, start):
+    first = start(tmp_path / "run")
+    began = time.monotonic()
+    with pytest.raises(ConflictError) as caught:
+        ResumeManager(tmp_path / "run")
+    assert time.monotonic() - began < 5  # it is known to be alive: no need to wait
+    assert re.fullmatch(
+        re.escape(
+            f"{tmp_path}/run: expected no other writer, found a job that is running: {HOST}, "
+        )
+        + rf"pid {first.pid}, since 20\d\d-\d\d-\d\dT[0-9:.]+\+00:00\n"
+        r"hint: stop it first, give this job a run of its own, or pass takeover=True if it is gone",
+        str(caught.value),
+    )
+    assert caught.value.kind is Kind.SECOND_WRITER
+    assert len(epoch_files(tmp_path / "run")) == 1
+
+
+def test_a_job_that_was_killed_is_taken_over_within_a_second(tmp_path, start):
+    first = start(tmp_path / "run", lease_s=1000)
+    first.kill()
+    first.wait()
+    began = time.monotonic()
+    with ResumeManager(tmp_path / "run", lease_s=1000) as run:
+        assert time.monotonic() - began < 1
+        assert run.resume(state_of(0)) == (state_of(1), 1)
+    assert [e["epoch"] for e in epoch_files(tmp_path / "run")] == [1, 2]
+
+
+def test_a_job_that_was_killed_and_is_still_a_zombie_of_the_system_is_dead(tmp_path, start):
+    first = start(tmp_path / "run", lease_s=1000)
+    first.kill()
+    time.sleep(0.3)  # nobody has waited for it
+    began = time.monotonic()
+    ResumeManager(tmp_path / "run", lease_s=1000).close()
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_a_job_that_has_ended_need_not_be_dead_to_be_followed(tmp_path, start, end):
+    first = start(tmp_path / "run", end=end)
+    first.communicate("end\n")
+    assert epoch_files(tmp_path / "run")[-1]["ended"] is True
+    forged = forge(tmp_path / "run", boot_id="another")  # so that only the file can tell
+    forged.write_text(forged.read_text().replace('"ended": false', '"ended": true'))
+    began = time.monotonic()
+    ResumeManager(tmp_path / "run", lease_s=1000).close()
+    assert time.monotonic() - began < 1
+
+
+def test_a_pid_that_somebody_else_has_now_is_not_the_job(tmp_path):
+    with ResumeManager(tmp_path / "run"):
+        pass
+    forge(tmp_path / "run", pid=os.getppid(), process_start=1)
+    began = time.monotonic()
+    ResumeManager(tmp_path / "run", lease_s=1000).close()
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("change", [{"boot_id": "another"}, {"pid_namespace": "pid:[1]"}])
+def test_a_job_elsewhere_that_gives_no_sign_of_life_is_taken_over_after_its_lease(
+    tmp_path, change, caplog
+):
+    with ResumeManager(tmp_path / "run"):
+        pass
+    forge(tmp_path / "run", **change)
+    began = time.monotonic()
+    ResumeManager(tmp_path / "run", lease_s=0.5).close()
+    assert 0.5 <= time.monotonic() - began < 3
+    assert "waiting up to 0 s for a sign of life of the job before" in caplog.text
+
+
+def test_a_job_elsewhere_that_beats_is_alive(tmp_path):
+    with ResumeManager(tmp_path / "run"):
+        pass
+    file = forge(tmp_path / "run", boot_id="another", host="node7")
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.2):
+            body = json.loads(file.read_bytes())
+            file.with_suffix(".new").write_text(json.dumps({**body, "beat": body["beat"] + 1}))
+            file.with_suffix(".new").replace(file)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(ConflictError, match="found a job that is running: node7, pid"):
+            ResumeManager(tmp_path / "run", lease_s=5)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_takeover_asks_nobody(tmp_path, start):
+    first = start(tmp_path / "run")
+    with ResumeManager(tmp_path / "run", takeover=True) as run:
+        assert run.resume(state_of(0)) == (state_of(1), 1)
+        run.save(2, state_of(2), wait=True)
+    assert first.poll() is None
+
+
+def test_slurm_ends_a_job_before_it_starts_it_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    with ResumeManager(tmp_path / "run"):
+        pass
+    forge(tmp_path / "run", boot_id="another")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    began = time.monotonic()
+    ResumeManager(tmp_path / "run", lease_s=1000).close()
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"identity": 3, "steps": 4}', '{"identity": {}}']
+)
+def test_an_epoch_that_cannot_be_read_is_over_when_it_stands_still(tmp_path, text):
+    with ResumeManager(tmp_path / "run") as run:
+        run.save(1, state_of(1), wait=True)
+    (tmp_path / "run/epochs/00000001.json").write_text(text)
+    with ResumeManager(tmp_path / "run", lease_s=0.2) as run:
+        assert run.latest_step() == 1
+
+
+@pytest.mark.parametrize("wrong", [{"lease_s": 0}, {"lease_s": float("nan")}, {"grace_s": -1}])
+def test_times_are_more_than_0(tmp_path, wrong):
+    with pytest.raises(ValueError, match=r"expected more than 0\nhint: lease_s=60"):
+        ResumeManager(tmp_path / "run", **wrong)
+
+
+def test_of_many_starts_at_once_one_goes_on(tmp_path):
+    """In one process they all are the same job, so each is told that it is another one."""
+    root = tmp_path / "run"
+    code = (
+        "import sys, jaxshard, time\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "try:\n"
+        "    run = jaxshard.ResumeManager(sys.argv[1])\n"
+        "except jaxshard.ConflictError as e:\n"
+        "    print('refused', flush=True)\n"
+        "else:\n"
+        "    print('writing', flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(root)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    try:
+        for tell in ("ready\n", None):
+            said = []
+            for process in processes:
+                assert process.stdout is not None
+                said.append(process.stdout.readline())
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            if tell is not None:
+                assert said == [tell] * 4
+        assert sorted(said) == ["refused\n"] * 3 + ["writing\n"]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+# The same process ---------------------------------------------------------------------------
+
+
+def test_a_cell_that_is_run_again_closes_the_manager_of_before(tmp_path, caplog):
+    first = ResumeManager(tmp_path / "run")
+    first.save(1, state_of(1))
+    with ResumeManager(tmp_path / "run") as second:
+        assert second.resume(state_of(0)) == (state_of(1), 1)
+        with pytest.raises(ValueError, match="this ResumeManager is closed"):
+            first.save(2, state_of(2))
+    assert "the ResumeManager that was open in this process is closed" in caplog.text
+
+
+def test_a_manager_that_was_dropped_ends_its_epoch(tmp_path, caplog):
+    run = ResumeManager(tmp_path / "run")
+    run.save(1, state_of(1), wait=True)
+    del run
+    assert epoch_files(tmp_path / "run")[-1]["ended"] is True
+    assert not [t for t in threading.enumerate() if t.name == "jaxshard-beat"]
+    with caplog.at_level(logging.WARNING), ResumeManager(tmp_path / "run") as run:
+        run.resume(state_of(0))
+    assert caplog.text == ""
+
+
+def test_an_epoch_beats_and_tells_how_far_training_is(tmp_path):
+    with ResumeManager(tmp_path / "run", lease_s=0.2, when=Every(steps=100)) as run:
+        run.resume(state_of(0))
+        for step in run.steps(1000):
+            run.maybe_save(step, state_of(step))
+            if step == 7:
+                break
+        deadline = time.monotonic() + 10
+        while (body := epoch_files(tmp_path / "run")[0])["step"] != 7:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert body["beat"] >= 1
+        assert body["identity"]["pid"] == os.getpid()
+        assert body["ended"] is False
+    assert epoch_files(tmp_path / "run")[0]["ended"] is True
+
+
+# A writer that was taken over ---------------------------------------------------------------
+
+
+def test_who_was_taken_over_commits_nothing_and_is_told_by_whom(tmp_path, start):
+    with ResumeManager(tmp_path / "run", when=Every(steps=1)) as sleeper:
+        sleeper.resume(state_of(0))
+        sleeper.save(1, state_of(1), wait=True)
+        number = sleeper._writer.epoch.number
+        other = _epochs.Epoch(open_store(tmp_path / "run"), number + 1, ["step_00000001"], 60)
+        assert other.create()
+        sleeper.maybe_save(2, state_of(2))
+        with pytest.raises(ConflictError, match="another job has taken over this run") as caught:
+            sleeper.wait_until_finished()
+        assert caught.value.kind is Kind.SECOND_WRITER
+        assert f"{HOST}, pid {os.getpid()}, since " in str(caught.value)
+        with pytest.raises(ConflictError, match="taken over"):
+            sleeper.save(3, state_of(3), wait=True)
+    assert [p.name for p in (tmp_path / "run").glob("step_*/manifest.json")] == ["manifest.json"]
+    other.end()
+
+
+def late_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a writer sleep between its last look and its commit, while another one takes over."""
+    sleeper = ResumeManager(root, when=Every(steps=1))
+    sleeper.resume(state_of(0))
+    sleeper.save(1, state_of(1), wait=True)
+    require_newest = _epochs.Epoch.require_newest
+
+    def sleep(epoch: _epochs.Epoch) -> None:
+        require_newest(epoch)
+        if epoch is sleeper._writer.epoch:
+            other = _epochs.Epoch(open_store(root), epoch.number + 1, ["step_00000001"], 60)
+            assert other.create()
+            other.end()
+
+    with monkeypatch.context() as slow:
+        slow.setattr(_epochs.Epoch, "require_newest", sleep)
+        sleeper.save(2, state_of(-2), wait=True)
+    sleeper.close()
+
+
+def test_what_appears_from_an_earlier_epoch_afterwards_is_no_step(tmp_path, monkeypatch, caplog):
+    root = tmp_path / "run"
+    late_commit(root, monkeypatch)
+    assert (root / "step_00000002/manifest.json").exists()
+    assert jaxshard.open(root).all_steps() == [1]
+    assert [d.name for d in _steps.late_versions(open_store(root))] == ["step_00000002"]
+    with ResumeManager(root, when=Every(steps=1), keep=Keep()) as run:
+        assert run.resume(state_of(0)) == (state_of(1), 1)
+        run.save(2, state_of(2), wait=True)
+        assert run.all_steps() == [1, 2]
+        assert run.load(2) == state_of(2)
+    assert "step_00000002 committed by a job that had been taken over; ignored" in caplog.text
+    assert jaxshard.open(root).load() == state_of(2)
+
+
+def test_a_step_that_was_put_back_counts_once_the_epochs_are_gone(tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    late_commit(root, monkeypatch)
+    for file in (root / "epochs").iterdir():
+        file.unlink()
+    assert jaxshard.open(root).all_steps() == [1, 2]
+
+
+def test_a_checkpoint_of_no_run_that_was_put_there_counts(tmp_path):
+    with ResumeManager(tmp_path / "run") as run:
+        run.save(1, state_of(1), wait=True)
+    with ResumeManager(tmp_path / "run") as run:
+        jaxshard.save(tmp_path / "one", state_of(5))
+        (tmp_path / "one").rename(tmp_path / "run/step_00000005")
+        assert run.all_steps() == [1, 5]
+
+
+# Readers ------------------------------------------------------------------------------------
+
+
+def test_a_reader_takes_no_epoch_and_reads_while_a_writer_writes_and_prunes(tmp_path):
+    root = tmp_path / "run"
+    like = {"n": np.zeros(1000, np.int64)}
+    with ResumeManager(root, when=Every(steps=1), keep=Keep(last=1)) as run:
+        run.resume(like)
+        run.save(1, {"n": np.full(1000, 1)}, wait=True)
+        reader = jaxshard.open(root)
+        ended: list[str] = []
+        told: list[str] = []
+        newest: list[list[int]] = []
+
+        def read() -> None:
+            while not ended:
+                newest.append(reader.load()["n"].tolist())
+                try:
+                    step = reader.all_steps()[0]
+                    assert set(reader.load(step=step)["n"].tolist()) == {step}
+                except (jaxshard.NotFoundError, jaxshard.CheckpointReplacedError) as e:
+                    told.append(str(e))
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for step in range(2, 40):
+            run.save(step, {"n": np.full(1000, step)}, wait=True)
+        ended.append("now")
+        for thread in threads:
+            thread.join()
+    assert all(
+        re.search(r"step \d+(, found: \d+| was deleted while it was read)\nhint: ", t) for t in told
+    )
+    assert all(len(set(n)) == 1 for n in newest)  # never of two steps
+    assert len(epoch_files(root)) == 1
+    assert reader.all_steps() == [39]
+
+
+# Who am I -----------------------------------------------------------------------------------
+
+
+def test_a_process_knows_itself_and_its_children():
+    mine = Identity.of_this_process()
+    assert mine.life() is Life.OWN
+    assert Identity.from_json(json.loads(json.dumps(mine._asdict()))) == mine
+    child = subprocess.Popen(["sleep", "60"])
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    theirs = mine._replace(pid=child.pid, process_start=int(stat[19]))
+    assert theirs.life() is Life.ALIVE
+    child.send_signal(signal.SIGSTOP)
+    assert theirs.life() is Life.ALIVE
+    child.kill()
+    child.wait()
+    assert theirs.life() is Life.DEAD
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, [], {}, {"host": "a"}, {**Identity.of_this_process()._asdict(), "pid": "1"}]
+)
+def test_what_is_no_identity_is_none(wrong):
+    assert Identity.from_json(wrong) is None
+
+
+def test_without_proc_nothing_is_known_of_others(monkeypatch, tmp_path):
+    mine = Identity.of_this_process()
+    monkeypatch.setattr("jaxshard._identity._PROC", tmp_path)
+    assert mine._replace(pid=1).life() is Life.UNKNOWN
+    assert Identity.of_this_process().life() is Life.OWN
+
+
+def test_a_child_that_was_forked_does_not_end_the_epoch_of_its_parent(tmp_path):
+    code = (
+        "import os, sys, jaxshard\n"
+        "run = jaxshard.ResumeManager(sys.argv[1])\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    run._release()\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "print(open(sys.argv[1] + '/epochs/00000001.json').read())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert json.loads(done.stdout)["ended"] is False
+    assert epoch_files(tmp_path / "run")[0]["ended"] is True
