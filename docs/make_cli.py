@@ -59,6 +59,19 @@ SESSION = [
     ),
     ("What a step changed", ["diff runs/lm@200 runs/lm@300", "diff runs/lm runs/lm@300 --json"]),
     (
+        "When training went wrong",
+        [
+            'mark-bad runs/lm@200 --why "half of the data was missing"',
+            "protect runs/lm@100",
+            'rollback runs/lm@100 --why "a spike in the loss" --skip-batches 50',
+            "ls runs/lm",
+            "undo runs/lm",
+            "ls runs/lm",
+            "undo runs/lm",
+            "undo runs/lm",
+        ],
+    ),
+    (
         "Freeing space",
         [
             "prune runs/lm --keep-last 2 --dry-run",

@@ -1,8 +1,8 @@
 """Save the complete state of a JAX training run as shards, and bring it back exactly.
 
 `save`, `save_async` and `load` handle one checkpoint, `open` looks into one, `verify`, `diff` and
-`stats` check them, `ResumeManager` keeps a run, and `prune` frees what nobody needs. `jaxshard` on
-the command line does all but the saving.
+`stats` check them, `ResumeManager` keeps a run, `report` says how well it used its time, and
+`prune` frees what nobody needs. `jaxshard` on the command line does all but the saving.
 """
 
 import importlib
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxshard._policy import Every, YoungDaly
     from jaxshard._prune import PruneReport, prune
     from jaxshard._reader import Checkpoint, LeafInfo
+    from jaxshard._report import RunReport, report
     from jaxshard._resume import ResumeManager
     from jaxshard._run import Run, open  # noqa: A004  (jaxshard.open, as in gzip.open)
     from jaxshard._saving import SaveReport
@@ -66,6 +67,7 @@ __all__ = [
     "PruneReport",
     "ResumeManager",
     "Run",
+    "RunReport",
     "SaveOptions",
     "SaveReport",
     "StatsReport",
@@ -78,6 +80,7 @@ __all__ = [
     "load",
     "open",
     "prune",
+    "report",
     "save",
     "save_async",
     "stats",
@@ -98,6 +101,7 @@ _ROOMS = {
     "_policy": ("Every", "YoungDaly"),
     "_prune": ("PruneReport", "prune"),
     "_reader": ("Checkpoint", "LeafInfo"),
+    "_report": ("RunReport", "report"),
     "_resume": ("ResumeManager",),
     "_run": ("Run", "open"),
     "_saving": ("SaveReport",),

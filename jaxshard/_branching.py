@@ -3,13 +3,17 @@
 Each is one decision, a file; nothing that was saved is changed or deleted by it.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxshard import _decisions, _steps
+from jaxshard import _decisions, _epochs, _steps
 from jaxshard._decisions import Decision, Standing, Verdict
 from jaxshard._errors import ConflictError, Kind, NotFoundError
 from jaxshard._steps import StepDir
 from jaxshard._store import Store, storage_errors
+
+_LEASE_S = 60.0
 
 
 class Look(NamedTuple):
@@ -81,6 +85,24 @@ def _decide(store: Store, verdict: Verdict, step: int, why: str = "") -> Decisio
     step_dir = find_step(there, step, store.url)
     with storage_errors("writing a decision to", store.url):
         return _decisions.add(store, verdict, step=step, names=(step_dir.name,), why=why)
+
+
+@contextlib.contextmanager
+def alone(store: Store) -> Iterator[None]:
+    """Be the only writer of a run for a while.
+
+    Raises:
+      ConflictError: a job is writing to it.
+    """
+    with storage_errors("opening", store.url):
+        names = [d.name for d in _steps.committed_versions(store)]
+        before = _epochs.newest(store)
+        epoch = _epochs.begin(store, names, lease_s=_LEASE_S, takeover=False)
+        epoch.carry_on(before)
+    try:
+        yield
+    finally:
+        epoch.end()
 
 
 def rollback(store: Store, step: int, why: str, skip_batches: int) -> Decision:

@@ -196,9 +196,20 @@ class Epoch:
         self._thread.start()
         return True
 
+    @property
+    def step(self) -> int | None:
+        """The newest update that was noted."""
+        step: int | None = self._body["step"]
+        return step
+
     def note(self, step: int) -> None:
         """Remember that an update was completed; told with the next beat."""
         self._body.update(step=step, seen=_now())
+
+    def carry_on(self, before: EpochFile | None) -> None:
+        """Tell how far training had come, where this process does not train itself."""
+        if before is not None:
+            self._body.update(step=before.step, seen=before.seen)
 
     def require_newest(self) -> None:
         """Make sure that nobody else has taken over.

@@ -82,7 +82,7 @@ class Keep:
     def kept(self, steps: Iterable[KeptStep]) -> set[int]:
         """Of these committed steps, the numbers of those to keep."""
         ordered = sorted(steps, key=lambda s: s.step)
-        if (self.last, self.every_steps, self.every_hours, self.best) == (None,) * 4:
+        if self.keeps_all:
             return {s.step for s in ordered}
         kept = {s.step for s in ordered if s.protected}
         kept |= {s.step for s in ordered[-(self.last or 1) :]}
@@ -93,6 +93,11 @@ class Keep:
         if self.best is not None:
             kept |= {s.step for s in self.ranked(ordered)[: self.best]}
         return kept
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is no rule."""
+        return (self.last, self.every_steps, self.every_hours, self.best) == (None,) * 4
 
     @property
     def looks_inside(self) -> bool:

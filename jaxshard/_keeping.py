@@ -40,13 +40,16 @@ class Keeper:
     def kept(self, now: Look) -> set[str]:
         """Names of the steps that stay.
 
-        Those that somebody marked bad stay as long as they would if they were not, so that it can
-        be undone; those set aside until training has come by again.
+        So that decisions can be undone, those that were marked bad stay as long as if they were
+        not, and those set aside until training has gone on beyond all of them.
         """
         branch = now.branch
         marked = [d for d in now.committed if d.name in now.standing.marked]
         with_marked = _steps.newest_versions([*branch, *marked])
         kept = {d.name for d in now.committed if d.name in now.standing.protected}
+        aside = [d for d in now.committed if d.name in now.standing.aside]
+        if not branch or self._keep.keeps_all or any(d.step >= branch[-1].step for d in aside):
+            kept |= {d.name for d in aside}
         for steps in (branch, with_marked):
             numbers = self._keep.kept(self._kept_step(d, now) for d in steps)
             kept |= {d.name for d in steps if d.step in numbers}

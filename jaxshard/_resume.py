@@ -598,7 +598,7 @@ class ResumeManager:
         """Go on from an earlier step: `resume` comes back to it, also at the next start.
 
         Later steps are set aside: they do not count any more, and are deleted when training has
-        come by again. Call `resume` next, and `steps` again.
+        gone on beyond all of them. Call `resume` next, and `steps` again.
 
         Args:
           step: a committed step.
@@ -635,7 +635,8 @@ class ResumeManager:
     def skip_batches(self) -> int:
         """How many batches to leave out now: right after a resume that a rollback has led to."""
         held = _branching.look(self._store).standing.skip_batches
-        return held[1] if held is not None and held[0] == self._last == self._position else 0
+        is_there = self._resumed and held is not None and held[0] == self._last == self._position
+        return held[1] if held is not None and is_there else 0
 
     # Ending
 

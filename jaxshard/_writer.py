@@ -51,11 +51,18 @@ class RunWriter:
         with storage_errors("opening", store.url):
             _make(store)
             names = [d.name for d in _steps.committed_versions(store)]
+            before = _epochs.newest(store)
             self.epoch = _epochs.begin(store, names, lease_s=lease_s, takeover=takeover)
             late = _steps.late_versions(store)
             self.ledger = Ledger(store, on_event)
             self.keeper = Keeper(store, keep)
-        self.ledger.add("start", epoch=self.epoch.number, who=str(Identity.of_this_process()))
+        self.ledger.add(
+            "start",
+            epoch=self.epoch.number,
+            who=str(Identity.of_this_process()),
+            last_step=None if before is None else before.step,
+            last_seen=None if before is None else before.seen,
+        )
         if late:
             logger.warning(
                 "%s: %s committed by a job that had been taken over; ignored. Was it put back from "
@@ -124,7 +131,7 @@ class RunWriter:
 
     def close(self) -> None:
         """End the epoch: the next job need not wait."""
-        self.ledger.add("end")
+        self.ledger.add("end", step=self.epoch.step)
         self.epoch.end()
 
 

@@ -500,8 +500,10 @@ def test_a_directory_whose_name_has_an_at_sign_is_found(tmp_path):
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_a_missing_path_is_one_message_with_a_hint(sound_run, verb):
-    rest = {"cat": ["w"], "diff": [sound_run]}.get(verb, [])
-    done = shell(verb, sound_run.parent / "rnu", *rest)
+    why = ["--why", "a spike"]
+    rest = {"cat": ["w"], "diff": [sound_run], "mark-bad": why, "rollback": why}.get(verb, [])
+    step = "@3" if verb in {"protect", "unprotect", "mark-bad", "rollback"} else ""
+    done = shell(verb, f"{sound_run.parent}/rnu{step}", *rest)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"jaxshard: {sound_run.parent}/rnu: expected a checkpoint, found")
     assert "\nhint: beside it there is: run\n" in done.stderr
@@ -798,7 +800,16 @@ def keys_of(value: object, prefix: str = "") -> set[str]:
     return {key for key in found if not any(k.startswith(f"{key}[]") for k in found)}
 
 
-def test_the_keys_of_every_document_are_those_in_the_help(sound_run, damaged_run):
+_DECISIONS = {
+    "protect": [],
+    "unprotect": [],
+    "mark-bad": ["--why", "a spike"],
+    "undo": [],
+    "rollback": ["--why", "a spike"],
+}
+
+
+def test_the_keys_of_every_document_are_those_in_the_help(sound_run, damaged_run, tmp_path):
     documents = {
         "ls": document("ls", sound_run),
         "show": document("show", sound_run),
@@ -807,7 +818,11 @@ def test_the_keys_of_every_document_are_those_in_the_help(sound_run, damaged_run
         "stats": document("stats", sound_run),
         "cat": document("cat", sound_run, "odd"),
         "prune": document("prune", sound_run, "--dry-run"),
+        "report": document("report", sound_run),
     }
+    root = _some_run(tmp_path / "another")
+    for verb, rest in _DECISIONS.items():
+        documents[verb] = document(verb, root if verb == "undo" else f"{root}@2", *rest)
     assert set(documents) == set(cli.VERBS)
     for verb, found in documents.items():
         assert keys_of(found) == documented_keys(verb), verb

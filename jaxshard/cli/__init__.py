@@ -18,7 +18,10 @@ import click
 import jaxshard
 from jaxshard.cli._output import Failure, failure_of, note
 
-VERBS = ("ls", "show", "verify", "diff", "stats", "cat", "prune")
+VERBS = (
+    "ls", "show", "verify", "diff", "stats", "cat", "prune", "report", "protect", "unprotect",
+    "mark-bad", "rollback", "undo",
+)  # fmt: skip
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _PATHS = {
@@ -45,7 +48,9 @@ class _Jaxshard(click.Group):
         del ctx
         if cmd_name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(f"jaxshard.cli._{cmd_name}").command
+        command: click.Command = importlib.import_module(
+            f"jaxshard.cli._{cmd_name.replace('-', '_')}"
+        ).command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

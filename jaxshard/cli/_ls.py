@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from jaxshard import _commit, _steps
+from jaxshard import _branching, _commit, _steps
+from jaxshard._branching import Look
 from jaxshard._errors import (
     CorruptionError,
     FormatError,
@@ -21,7 +22,15 @@ from jaxshard._store import Store, open_store, storage_errors
 from jaxshard.cli._output import Styled, note, print_json, print_table
 from jaxshard.cli._verb import Verb, json_option, locate
 
-_COLORS = {"committed": "green", "uncommitted": "yellow", "replaced": "yellow"}
+_COLORS = {
+    "committed": "green",
+    "protected": "green",
+    "set aside": "yellow",
+    "uncommitted": "yellow",
+    "replaced": "yellow",
+    "late": "yellow",
+}
+_HIDDEN = {"replaced", "uncommitted", "late"}
 
 
 class _Row(NamedTuple):
@@ -34,6 +43,7 @@ class _Row(NamedTuple):
     nbytes: int | None
     leaves: int | None
     metadata: dict[str, Any] | None
+    why: str | None = None
 
 
 @click.command(
@@ -44,9 +54,11 @@ class _Row(NamedTuple):
         "path": "the run or checkpoint",
         "steps[].path": "directory of the step; of an attempt with --all, its own",
         "steps[].step": "completed updates, or null",
-        "steps[].state": "committed; damaged (its manifest is); unreadable (a newer version's); "
-        "with --all also replaced (saved again since) and uncommitted (begun, never finished, or "
-        "still going on)",
+        "steps[].state": "committed; protected; bad (marked so); damaged; set aside (by a "
+        "rollback); unreadable (a newer version's); with --all also replaced (saved again since), "
+        "late (committed by a job that had been taken over) and uncommitted (begun, never "
+        "finished, or still going on)",
+        "steps[].why": "of one that is bad or damaged, or null",
         "steps[].saved": "UTC, ISO 8601: when it was committed, or last changed",
         "steps[].nbytes": "bytes of its arrays in memory; of an attempt, bytes on disk",
         "steps[].leaves": "number of leaves",
@@ -64,7 +76,7 @@ def command(path: str, *, show_all: bool, as_json: bool) -> None:
     store = _store_at(path, show_all=show_all)
     with storage_errors("listing", store.url):
         rows = list(_rows(store))
-    used = [row for row in rows if row.state not in {"replaced", "uncommitted"}]
+    used = [row for row in rows if row.state not in _HIDDEN]
     shown = rows if show_all else used
     if as_json:
         print_json({"path": store.url, "steps": [row._asdict() for row in shown]})
@@ -94,12 +106,28 @@ def _rows(store: Store) -> Iterator[_Row]:
     if _commit.look(store) is not _commit.Found.RUN:
         yield from _rows_of(store, None)
         return
-    newest = _steps.branch(store)
+    now = _branching.look(store)
     for step_dir in _steps.step_dirs(store):
-        yield from _rows_of(store.child(step_dir.name), step_dir, replaced=step_dir not in newest)
+        state = _state(step_dir, now)
+        for row in _rows_of(store.child(step_dir.name), step_dir, state):
+            yield row._replace(why=now.standing.bad.get(step_dir.name))
 
 
-def _rows_of(store: Store, step_dir: StepDir | None, *, replaced: bool = False) -> Iterator[_Row]:
+def _state(step_dir: StepDir, now: Look) -> str:
+    """What a committed directory of a step is to its run."""
+    name, standing = step_dir.name, now.standing
+    if name in standing.aside:
+        return "set aside"
+    if name in standing.bad:
+        return "bad" if name in standing.marked else "damaged"
+    if step_dir not in now.committed:
+        return "late"
+    if step_dir not in now.branch:
+        return "replaced"
+    return "protected" if name in standing.protected else "committed"
+
+
+def _rows_of(store: Store, step_dir: StepDir | None, state: str = "committed") -> Iterator[_Row]:
     """The checkpoint in a directory, if there is one, and the attempts beside it."""
     attempt = None
     step = None if step_dir is None else step_dir.step
@@ -113,7 +141,7 @@ def _rows_of(store: Store, step_dir: StepDir | None, *, replaced: bool = False) 
         pass
     else:
         attempt = checkpoint.attempt
-        yield _committed(checkpoint, "replaced" if replaced else "committed")
+        yield _committed(checkpoint, state)
     readable = attempt is not None or FILE not in store.entries()
     for name in store.entries() if readable else ():
         if _commit.is_leftover(name) and name != attempt:
@@ -145,7 +173,7 @@ def _attempt(store: Store, name: str, step: int | None) -> _Row:
 
 def _print(store: Store, rows: list[_Row]) -> None:
     print_table(
-        ["STEP", "SAVED (UTC)", "SIZE", "STATE", "NAME", "METRICS"],
+        ["STEP", "SAVED (UTC)", "SIZE", "STATE", "NAME", "NOTES"],
         [
             [
                 "" if row.step is None else str(row.step),
@@ -153,7 +181,7 @@ def _print(store: Store, rows: list[_Row]) -> None:
                 "" if row.nbytes is None else size_text(row.nbytes),
                 Styled(row.state, _COLORS.get(row.state, "red")),
                 row.path.removeprefix(f"{store.url}/"),
-                _metrics(row),
+                _notes(row),
             ]
             for row in rows
         ],
@@ -161,6 +189,7 @@ def _print(store: Store, rows: list[_Row]) -> None:
     )
 
 
-def _metrics(row: _Row) -> str:
+def _notes(row: _Row) -> str:
     metrics = (row.metadata or {}).get("metrics")
-    return " ".join(f"{k}={v}" for k, v in metrics.items()) if isinstance(metrics, dict) else ""
+    words = [f"{k}={v}" for k, v in metrics.items()] if isinstance(metrics, dict) else []
+    return " ".join([*words, row.why or ""]).strip()

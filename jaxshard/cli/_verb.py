@@ -6,9 +6,11 @@ from typing import Any
 import click
 
 import jaxshard
+from jaxshard._decisions import Decision
 from jaxshard._reader import Checkpoint
 from jaxshard._run import Run
-from jaxshard.cli._output import note
+from jaxshard._store import Store, open_store
+from jaxshard.cli._output import Failure, note, print_json
 
 
 class Verb(click.Command):
@@ -65,6 +67,49 @@ def locate(text: str) -> Checkpoint | Run:
         path=path,
         hint=f"give {path}",
     )
+
+
+def run_and_step(text: str) -> tuple[Store, int]:
+    """The run and the step that RUN@STEP means.
+
+    Raises:
+      NotFoundError: there is no run.
+    """
+    path, at, step = text.rpartition("@")
+    if not at or not step.isdecimal():
+        raise Failure(f"{text}: expected RUN@STEP, as in runs/lm@300\nhint: jaxshard ls {text}")
+    return run_at(path), int(step)
+
+
+def run_at(path: str) -> Store:
+    """The run at a path.
+
+    Raises:
+      NotFoundError: there is none.
+    """
+    found = jaxshard.open(path)
+    if isinstance(found, Run):
+        return open_store(path)
+    raise Failure(f"{found.path}: expected a run, found one checkpoint")
+
+
+def tell_decision(store: Store, decision: Decision, text: str, *, as_json: bool) -> None:
+    """Say what was decided."""
+    if as_json:
+        print_json({"path": store.url, **decision._asdict()})
+        return
+    click.echo(f"{store.url}: {text} (decision {decision.number})")
+
+
+DECISION_KEYS = {
+    "path": "the run",
+    "number, verdict": "of the decision; decisions are counted from 1",
+    "step, names": "the step, and the directories that are meant (of a rollback: set aside)",
+    "why": "what was given",
+    "skip_batches": "of a rollback",
+    "of": "number of the decision that was undone",
+    "at, by": "UTC, ISO 8601; host and process",
+}
 
 
 def open_one(text: str) -> Checkpoint:

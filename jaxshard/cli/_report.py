@@ -1,0 +1,50 @@
+"""`jaxshard report`: how well a run used its time."""
+
+import click
+
+import jaxshard
+from jaxshard.cli._output import print_json
+from jaxshard.cli._verb import Verb, json_option
+
+
+@click.command(
+    "report",
+    cls=Verb,
+    examples=["jaxshard report runs/lm", "jaxshard report runs/lm --json"],
+    keys={
+        "path": "the run",
+        "goodput": "share of the time that was useful, from 0 to 1",
+        "wall_s": "from the first start to the last sign of life; the next five add up to it",
+        "useful_s": "in steps that count",
+        "saving_s": "what saves cost training: blocked, and slower steps beside them",
+        "lost_s": "in steps that had to be done again",
+        "restoring_s": "from a start to the state being there",
+        "down_s": "between an end and the next start",
+        "starts, failures": "of the job; failures ended without saying so",
+        "lost_steps": "steps that had to be done again",
+        "saves, failed_saves, nbytes": "committed ones, others, bytes saved",
+        "save_cost_s": "what one save costs training, the median; or null",
+        "mtbf_s": "mean time between failures; or null",
+        "best_interval_s": "how often saves would have lost the least time; or null",
+    },
+)
+@click.argument("path", metavar="RUN")
+@json_option
+def command(path: str, *, as_json: bool) -> None:
+    """Say how well a run used its time, and how often it should save.
+
+    Also while its job is running. The numbers come from the ledger that each job writes.
+    """
+    report = jaxshard.report(path)
+    if not as_json:
+        click.echo(str(report))
+        return
+    found = report.goodput
+    print_json(
+        {
+            "path": report.path,
+            "goodput": found.goodput,
+            **found._asdict(),
+            "best_interval_s": found.best_interval_s,
+        }
+    )
