@@ -1,4 +1,4 @@
-"""Where the time of a run went, from its ledger. Pure: events in, numbers out."""
+"""Where the time of a run went: events of its ledger in, numbers out."""
 
 import datetime
 import itertools

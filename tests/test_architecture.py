@@ -250,7 +250,7 @@ def test_nothing_evaluates_text():
 
 
 def test_only_front_pages_and_the_registry_import_by_name_and_only_what_is_ours():
-    pages = {"__init__.py": "jaxshard.{room}", "cli/__init__.py": "jaxshard.cli._{cmd_name}"}
+    pages = {"__init__.py": "jaxshard.{room}", "cli/__init__.py": "jaxshard.cli._{module}"}
     named = {n for n in MODULES if "importlib.import_module" in attributes(n)}
     assert named == {*pages, "_registry.py"}
     assert all(w.startswith("jaxshard.display._") for w in jaxshard._registry.displays.values())

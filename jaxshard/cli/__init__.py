@@ -48,9 +48,8 @@ class _Jaxshard(click.Group):
         del ctx
         if cmd_name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(
-            f"jaxshard.cli._{cmd_name.replace('-', '_')}"
-        ).command
+        module = cmd_name.replace("-", "_")
+        command: click.Command = importlib.import_module(f"jaxshard.cli._{module}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
