@@ -6,7 +6,6 @@ import operator
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -30,9 +29,9 @@ from jaxshard._errors import (
 from jaxshard._keep import Keep
 from jaxshard._keeping import plain_metrics
 from jaxshard._options import LoadOptions, SaveOptions
-from jaxshard._pace import Pace
-from jaxshard._policy import Every, SavedStep, SavePolicy
+from jaxshard._policy import Every, SavePolicy
 from jaxshard._reader import Checkpoint, open_checkpoint
+from jaxshard._saves import Saves
 from jaxshard._steps import StepDir
 from jaxshard._stopping import EXIT_CODE, StopRequest
 from jaxshard._store import PathLike, open_store
@@ -40,9 +39,6 @@ from jaxshard._writer import RunWriter
 
 logger = logging.getLogger("jaxshard")
 
-_FAILURES_MAX = 3
-_HISTORY = 100  # saves that a policy is shown
-_SAVE_S = 5.0  # what the first save is taken to need
 # Flags under which the same program gives other bits; a difference is worth a warning.
 _EXACTNESS = ("jax", "jaxlib", "platform", "device_kind", "enable_x64", "threefry_partitionable",
               "default_prng_impl", "default_matmul_precision")  # fmt: skip
@@ -138,17 +134,13 @@ class ResumeManager:
             raise
         self._when = when
         self._when_busy = when_busy
-        self._on_save_error = on_save_error
         self._grace_s = grace_s
         self._options = options
-        self._pending: PendingSave | None = None
-        self._failures = 0
-        self._pace = Pace()
-        self._history: deque[SavedStep] = deque(maxlen=_HISTORY)
+        self._saves = Saves(self._store, self._writer, on_save_error)
         there = _branching.look(self._store)
         newest = there.branch[-1].step if there.branch else None
         self._position = 0  # updates that the state has behind it; steps() goes on from here
-        self._last = -1 if newest is None else newest  # newest step that was saved
+        self._saves.last = -1 if newest is None else newest
         self._resumed = not (there.branch or there.bad)  # there is nothing to resume
         self._total: int | None = None
         self._stopped: str | None = None
@@ -202,18 +194,16 @@ class ResumeManager:
             logger.info("resumed %s at step %d", self.path, step_dir.step)
             return state, step_dir.step
         self._require_none_bad()
-        self._last = -1
         state = self._fresh(like, init)
         self._begin_at(0)
-        self._last = -1
+        self._saves.last = -1
         self._writer.ledger.add("fresh")
         return state, 0
 
     def _begin_at(self, step: int) -> None:
-        self._position = self._last = step
+        self._position = step
         self._resumed = True
-        self._history.clear()
-        self._history.append(SavedStep(step, time.monotonic(), took_s=0.0))
+        self._saves.begin_at(step)
 
     def _require_none_bad(self) -> None:
         bad = _branching.look(self._store).bad
@@ -263,10 +253,10 @@ class ResumeManager:
         """
         if not self._resumed:
             raise ConflictError(
-                f"{self.path}: expected resume() before steps(): step {self._last} is there",
+                f"{self.path}: expected resume() before steps(): step {self._saves.last} is there",
                 kind=Kind.STEP_ORDER,
                 path=self.path,
-                step=self._last,
+                step=self._saves.last,
                 hint="state, _ = run.resume(state)",
             )
         self._total = total
@@ -276,7 +266,7 @@ class ResumeManager:
         for step in steps:
             if self.should_stop:
                 return
-            self._pace.step_begins(time.monotonic())
+            self._saves.step_begins()
             yield step
 
     # Saving
@@ -305,41 +295,34 @@ class ResumeManager:
         """
         step = _step_number(step)
         self._require_open()
-        now = time.monotonic()
-        self._pace.step_ended(now, beside_save=self._pending is not None)
+        now = self._saves.step_ended()
         self._writer.epoch.note(step)
-        self._collect()
+        self._saves.collect()
         try:
             return self._decide(step, state, metrics, now)
         finally:
-            self._pace.step_begins(time.monotonic())
+            self._saves.step_begins()
 
     def _decide(
         self, step: int, state: Any, metrics: Mapping[str, Any] | None, now: float
     ) -> PendingSave | None:
         is_last = self._total is not None and step >= self._total
-        reason = None if self._stopped else self._stop.check(self._needed_s())
+        reason = None if self._stopped else self._stop.check(self._saves.needed_s)
         if reason is not None and not is_last:
             return self._save_and_stop(step, state, metrics, reason)
         if is_last:
             return self.save(step, state, metrics=metrics, wait=True)
         self._require_larger(step)
-        if not self._when(step, now, tuple(self._history)):
+        if not self._when(step, now, tuple(self._saves.history)):
             return None
-        if self._pending is not None and self._when_busy == "skip":
+        running = self._saves.running
+        if running is not None and self._when_busy == "skip":
             logger.warning(
-                "step %d is not saved: the save of step %s is still running",
-                step,
-                self._pending.step,
+                "step %d is not saved: the save of step %s is still running", step, running.step
             )
-            self._writer.ledger.add("skip", step=step, running=self._pending.step)
+            self._writer.ledger.add("skip", step=step, running=running.step)
             return None
         return self.save(step, state, metrics=metrics)
-
-    def _needed_s(self) -> float:
-        """How long one more step and a save will take."""
-        took = [saved.took_s for saved in self._history if saved.took_s]
-        return self._pace.step_s + 1.5 * max(took, default=_SAVE_S) + 1.0
 
     def _save_and_stop(
         self, step: int, state: Any, metrics: Mapping[str, Any] | None, reason: str
@@ -349,8 +332,8 @@ class ResumeManager:
         logger.warning("asked to stop by %s: saving step %d and ending", reason, step)
         until = None if self._grace_s is None else time.monotonic() + self._grace_s
         try:
-            if self._pending is not None:
-                self._pending.outcome(self._grace_s)
+            if self._saves.running is not None:
+                self._saves.running.outcome(self._grace_s)
             options = self._options
             if until is not None:
                 left_s = max(0.001, until - time.monotonic())
@@ -401,36 +384,14 @@ class ResumeManager:
             logger.warning(
                 "%s has step %d, and step %d is saved without resume(): is its state a fresh one?",
                 self.path,
-                self._last,
+                self._saves.last,
                 step,
             )
-        self.wait_until_finished()
-        began = time.monotonic()
-        step_dir = self._writer.next_dir(step)
         metadata = {} if metrics is None else {"metrics": plain_metrics(metrics)}
-        pending = _checkpoint.save_step_async(
-            self._store.child(step_dir.name),
-            state,
-            step,
-            metadata,
-            options,
-            then=lambda: self._writer.tidy(step_dir),
-            owned=True,
-            epoch=self._writer.epoch,
-        )
-        self._history.append(SavedStep(step, began))
-        self._pace.save_began(time.monotonic() - began)
-        if not wait:
-            self._pending = pending
-            return pending
-        error = self._note(pending)
-        if error is not None:
-            raise error
-        return pending
+        return self._saves.begin(step, state, metadata, options, wait=wait)
 
     def _require_larger(self, step: int) -> None:
-        running = -1 if self._pending is None else self._pending.step or 0
-        last = max(self._last, running)
+        last = self._saves.newest
         if step <= last:
             raise ConflictError(
                 f"{self.path}: expected a step larger than {last}, found {step}",
@@ -440,65 +401,13 @@ class ResumeManager:
                 hint="resume() first; step counts completed updates, as run.steps(total) does",
             )
 
-    def _collect(self) -> None:
-        """Take note of a save that has ended."""
-        if self._pending is not None and self._pending.done():
-            pending, self._pending = self._pending, None
-            self._count(pending)
-
-    def _note(self, pending: PendingSave) -> BaseException | None:
-        """Wait for a save, remember how it ended, and return its error."""
-        error = pending.outcome()
-        step = pending.step or 0
-        saved = self._history.pop()
-        report = pending.report
-        if report is not None:
-            self._failures = 0
-            self._last = max(self._last, step)
-            cost_s = self._pace.save_cost_s()
-            saved = saved._replace(took_s=report.seconds, cost_s=cost_s)
-            self._writer.ledger.add(
-                "save",
-                step=step,
-                nbytes=report.nbytes,
-                seconds=report.seconds,
-                blocked_s=report.blocked_s,
-                cost_s=cost_s,
-            )
-        else:
-            self._failures += 1
-            saved = saved._replace(took_s=time.monotonic() - saved.clock_s)
-            self._writer.ledger.add("save-failed", step=step, error=str(error))
-        self._history.append(saved)
-        return error
-
-    def _count(self, pending: PendingSave) -> None:
-        error = self._note(pending)
-        if error is None or pending.told:
-            return
-        fatal = not isinstance(error, JaxshardError) or error.kind is Kind.SECOND_WRITER
-        if self._on_save_error == "raise" or fatal:
-            raise error
-        if self._failures >= _FAILURES_MAX:
-            raise StorageError(
-                f"{self.path}: {self._failures} saves in a row failed, the last of step "
-                f"{pending.step}: {error}",
-                kind=Kind.SAVES_FAIL,
-                path=self.path,
-                step=pending.step,
-                hint="look at the store; earlier steps are untouched",
-            ) from error
-        logger.warning("step %s was not saved, training goes on: %s", pending.step, error)
-
     def wait_until_finished(self) -> None:
         """Wait for the save in the background, if there is one.
 
         Raises:
           StorageError: as for `maybe_save`.
         """
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._count(pending)
+        self._saves.wait()
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step that was saved: those of an evaluation that came later.
@@ -514,7 +423,7 @@ class ResumeManager:
         self._writer.record(self._saved_dir(step), plain_metrics(metrics))
 
     def _saved_dir(self, step: int) -> StepDir:
-        if self._pending is not None and self._pending.step == step:
+        if self._saves.running is not None and self._saves.running.step == step:
             self.wait_until_finished()
         return find_step(_branching.look(self._store).branch, step, self.path)
 
@@ -538,7 +447,7 @@ class ResumeManager:
 
         Leave such a loop when it is true; the next `maybe_save` saves and ends the run.
         """
-        return self._stopped is not None or self._stop.check(self._needed_s()) is not None
+        return self._stopped is not None or self._stop.check(self._saves.needed_s) is not None
 
     # Looking
 
@@ -612,7 +521,7 @@ class ResumeManager:
         self.wait_until_finished()
         self._writer.told(_branching.rollback(self._store, step, why, skip_batches))
         self._resumed = False
-        self._last = self._position = step
+        self._saves.last = self._position = step
 
     def undo(self) -> None:
         """Take back the last decision: a rollback, a mark, a protection, a step found damaged.
@@ -627,15 +536,17 @@ class ResumeManager:
         decision = _branching.undo(self._store)
         self._writer.told(decision)
         newest = self.latest_step()
-        if newest != self._last:
+        if newest != self._saves.last:
             self._resumed = newest is None
-            self._last = self._position = -1 if newest is None else newest
+            self._saves.last = self._position = -1 if newest is None else newest
 
     @property
     def skip_batches(self) -> int:
         """How many batches to leave out now: right after a resume that a rollback has led to."""
         held = _branching.look(self._store).standing.skip_batches
-        is_there = self._resumed and held is not None and held[0] == self._last == self._position
+        is_there = (
+            self._resumed and held is not None and held[0] == self._saves.last == self._position
+        )
         return held[1] if held is not None and is_there else 0
 
     # Ending

@@ -1,6 +1,7 @@
 """A run as a reader sees it."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from jaxshard import _branching, _reader
@@ -72,6 +73,38 @@ class Run(Shown):
         from jaxshard import _checkpoint  # noqa: PLC0415  (a look at a run needs no jax)
 
         return self._while_there(step, lambda path: _checkpoint.load(path, like, **options))
+
+    def follow(self, timeout_s: float, *, poll_s: float = 1.0) -> Iterator[int]:
+        """The newest step, and then each newer one as it is committed: for evaluation jobs.
+
+        Steps that come and go between two looks are left out. After a rollback the newest step is
+        an earlier one.
+
+        Args:
+          timeout_s: ends when nothing new has come for so long, in seconds.
+          poll_s: how often to look.
+
+        Example:
+          >>> import jaxshard, numpy as np
+          >>> with jaxshard.ResumeManager("memory://doc/follow") as run:
+          ...     _ = run.save(3, {"w": np.ones(2)}, wait=True)
+          >>> for step in jaxshard.open("memory://doc/follow").follow(timeout_s=0.1):
+          ...     print(step)
+          3
+        """
+        seen: StepDir | None = None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            steps = self._committed()
+            if steps and steps[-1] != seen:
+                seen = steps[-1]
+                yield seen.step
+                deadline = time.monotonic() + timeout_s
+                continue
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(left_s, poll_s))
 
     def _while_there(self, step: int | None, read: Callable[[str], _Read]) -> _Read:
         """Read a step, or the newest one there is when reading ends."""

@@ -14,7 +14,7 @@ from jaxshard._keep import Keep
 from jaxshard._keeping import Keeper
 from jaxshard._ledger import Event, Ledger
 from jaxshard._manifest import FILE, canonical
-from jaxshard._reader import open_checkpoint
+from jaxshard._reader import Checkpoint, open_checkpoint
 from jaxshard._steps import StepDir
 from jaxshard._store import Store, storage_errors
 
@@ -48,6 +48,7 @@ class RunWriter:
         on_event: Callable[[Event], None] | None,
     ) -> None:
         self._store = store
+        self._newest: tuple[StepDir, dict[str, str]] | None = None  # saved, with its digests
         with storage_errors("opening", store.url):
             _make(store)
             names = [d.name for d in _steps.committed_versions(store)]
@@ -107,8 +108,23 @@ class RunWriter:
         for name in gone:
             _commit.delete(self._store.child(name))
         child = self._store.child(just_saved.name)
-        _commit.remove_other_attempts(child, open_checkpoint(child.url).attempt)
+        checkpoint = open_checkpoint(child.url)
+        _commit.remove_other_attempts(child, checkpoint.attempt)
+        self._warn_if_stale(just_saved, checkpoint)
         return gone
+
+    def _warn_if_stale(self, just_saved: StepDir, checkpoint: Checkpoint) -> None:
+        """A loop that saves the state of before loses all that it has learned since."""
+        arrays = {n: info.digest for n, info in checkpoint.leaves.items() if info.digest}
+        before, self._newest = self._newest, (just_saved, arrays)
+        if before is not None and arrays and arrays == before[1]:
+            logger.warning(
+                "%s: every array of step %d equals that of step %d: is an old state being saved?\n"
+                "hint: pass what the update has returned, not what was given to it",
+                self._store.url,
+                just_saved.step,
+                before[0].step,
+            )
 
     def record(self, step_dir: StepDir, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step that was saved."""

@@ -324,9 +324,9 @@ def test_failed_and_skipped_saves_are_in_the_ledger(tmp_path, monkeypatch, caplo
         with monkeypatch.context() as broken:
             broken.setattr(_commit, "commit", fail)
             run.maybe_save(1, state_of(1))
-            run._pending._thread.join()  # type: ignore[union-attr]
+            run._saves.running._thread.join()  # type: ignore[union-attr]
             run.maybe_save(2, state_of(2))
-            run._pending._thread.join()  # type: ignore[union-attr]
+            run._saves.running._thread.join()  # type: ignore[union-attr]
         run.maybe_save(3, state_of(3))
     assert [e["step"] for e in events(root, "save-failed")] == [1, 2]
     assert "Input/output error" in events(root, "save-failed")[0]["error"]
@@ -360,3 +360,28 @@ def test_young_daly_in_a_real_loop_saves_at_once_and_then_seldom(tmp_path):
         for step in run.steps(200):
             run.maybe_save(step, state_of(step))
         assert run.all_steps() == [1, 200]
+
+
+# Stale states -------------------------------------------------------------------------------
+
+
+def test_a_loop_that_saves_an_old_state_is_told(tmp_path, caplog):
+    root = tmp_path / "run"
+    with ResumeManager(root, keep=Keep()) as run:
+        old = {"w": np.zeros(1000), "step": 1}
+        run.save(1, old, wait=True)
+        run.save(2, {**old, "step": 2}, wait=True)
+        assert (
+            f"{root}: every array of step 2 equals that of step 1: is an old state" in caplog.text
+        )
+        caplog.clear()
+        run.save(3, {"w": np.ones(1000), "step": 3}, wait=True)
+        run.save(4, {"w": np.zeros(1000), "step": 4}, wait=True)
+    assert caplog.text.count("every array") == 0
+
+
+def test_a_state_without_arrays_is_never_stale(tmp_path, caplog):
+    with ResumeManager(tmp_path / "run") as run:
+        for step in (1, 2):
+            run.save(step, {"n": 0}, wait=True)
+    assert "every array" not in caplog.text

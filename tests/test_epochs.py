@@ -455,3 +455,37 @@ def test_a_child_that_was_forked_does_not_end_the_epoch_of_its_parent(tmp_path):
     )  # fmt: skip
     assert json.loads(done.stdout)["ended"] is False
     assert epoch_files(tmp_path / "run")[0]["ended"] is True
+
+
+def test_a_reader_follows_a_run(tmp_path):
+    root = tmp_path / "run"
+    run = ResumeManager(root, keep=Keep(last=1))
+    run.save(1, state_of(1), wait=True)
+    seen = []
+    for step in jaxshard.open(root).follow(timeout_s=0.3, poll_s=0.01):
+        seen.append((step, jaxshard.open(root).load()["n"]))
+        if step < 5:
+            run.save(step + 1, state_of(step + 1), wait=True)
+        if step == 5:
+            run.protect(5)
+    assert seen == [(n, n) for n in range(1, 6)]
+    run.close()
+
+
+def test_following_ends_where_nothing_comes(tmp_path):
+    ResumeManager(tmp_path / "run").close()
+    began = time.monotonic()
+    assert list(jaxshard.open(tmp_path / "run").follow(timeout_s=0.2, poll_s=60)) == []
+    assert 0.2 <= time.monotonic() - began < 5
+
+
+def test_a_reader_that_follows_sees_a_rollback(tmp_path):
+    with ResumeManager(tmp_path / "run", keep=Keep()) as run:
+        for step in (1, 2, 3):
+            run.save(step, state_of(step), wait=True)
+        steps = jaxshard.open(tmp_path / "run").follow(timeout_s=5, poll_s=0.01)
+        assert next(steps) == 3
+        run.rollback(2, "a spike")
+        assert next(steps) == 2
+        run.save(3, state_of(-3), wait=True)
+        assert next(steps) == 3

@@ -1,0 +1,165 @@
+"""The saves of a training loop: one at a time, what they cost, and what becomes of their errors."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxshard import _checkpoint
+from jaxshard._checkpoint import PendingSave
+from jaxshard._errors import JaxshardError, Kind, StorageError
+from jaxshard._options import SaveOptions
+from jaxshard._pace import Pace
+from jaxshard._policy import SavedStep
+from jaxshard._store import Store
+from jaxshard._writer import RunWriter
+
+logger = logging.getLogger("jaxshard")
+
+_FAILURES_MAX = 3
+_HISTORY = 100  # saves that a policy is shown
+_FIRST_SAVE_S = 5.0  # what it is taken to need
+
+
+class Saves:
+    """The saves of one loop.
+
+    Attributes:
+      last: newest step that was saved or resumed from; -1 before the first.
+      history: what a policy is shown.
+      running: the save in the background, None if there is none.
+    """
+
+    def __init__(self, store: Store, writer: RunWriter, on_error: Literal["warn", "raise"]) -> None:
+        self.last = -1
+        self.history: deque[SavedStep] = deque(maxlen=_HISTORY)
+        self.running: PendingSave | None = None
+        self._store = store
+        self._writer = writer
+        self._on_error = on_error
+        self._failures = 0
+        self._pace = Pace()
+
+    # What it costs
+
+    def begin_at(self, step: int) -> None:
+        """Training goes on from a step."""
+        self.last = step
+        self.history.clear()
+        self.history.append(SavedStep(step, time.monotonic(), took_s=0.0))
+
+    def step_begins(self) -> None:
+        """The next step begins now."""
+        self._pace.step_begins(time.monotonic())
+
+    def step_ended(self) -> float:
+        """A step is over; what time it is."""
+        now = time.monotonic()
+        self._pace.step_ended(now, beside_save=self.running is not None)
+        return now
+
+    @property
+    def needed_s(self) -> float:
+        """How long one more step and a save will take."""
+        took = [saved.took_s for saved in self.history if saved.took_s]
+        return self._pace.step_s + 1.5 * max(took, default=_FIRST_SAVE_S) + 1.0
+
+    # One at a time
+
+    @property
+    def newest(self) -> int:
+        """The newest step that was saved, or is being saved."""
+        return max(self.last, -1 if self.running is None else self.running.step or 0)
+
+    def begin(
+        self,
+        step: int,
+        state: Any,
+        metadata: Mapping[str, Any],
+        options: SaveOptions,
+        *,
+        wait: bool,
+    ) -> PendingSave:
+        """Begin a save, once the one before has ended; with `wait` its error is raised here."""
+        self.wait()
+        began = time.monotonic()
+        step_dir = self._writer.next_dir(step)
+        pending = _checkpoint.save_step_async(
+            self._store.child(step_dir.name),
+            state,
+            step,
+            metadata,
+            options,
+            then=lambda: self._writer.tidy(step_dir),
+            owned=True,
+            epoch=self._writer.epoch,
+        )
+        self.history.append(SavedStep(step, began))
+        self._pace.save_began(time.monotonic() - began)
+        if not wait:
+            self.running = pending
+            return pending
+        error = self._note(pending)
+        if error is not None:
+            raise error
+        return pending
+
+    def collect(self) -> None:
+        """Take note of a save that has ended."""
+        if self.running is not None and self.running.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one.
+
+        Raises:
+          JaxshardError: it failed, and that is not only to be logged.
+        """
+        if self.running is not None:
+            pending, self.running = self.running, None
+            self._count(pending)
+
+    def _note(self, pending: PendingSave) -> BaseException | None:
+        """Wait for a save, remember how it ended, and return its error."""
+        error = pending.outcome()
+        step = pending.step or 0
+        saved = self.history.pop()
+        report = pending.report
+        if report is not None:
+            self._failures = 0
+            self.last = max(self.last, step)
+            cost_s = self._pace.save_cost_s()
+            saved = saved._replace(took_s=report.seconds, cost_s=cost_s)
+            self._writer.ledger.add(
+                "save",
+                step=step,
+                nbytes=report.nbytes,
+                seconds=report.seconds,
+                blocked_s=report.blocked_s,
+                cost_s=cost_s,
+            )
+        else:
+            self._failures += 1
+            saved = saved._replace(took_s=time.monotonic() - saved.clock_s)
+            self._writer.ledger.add("save-failed", step=step, error=str(error))
+        self.history.append(saved)
+        return error
+
+    def _count(self, pending: PendingSave) -> None:
+        error = self._note(pending)
+        if error is None or pending.told:
+            return
+        fatal = not isinstance(error, JaxshardError) or error.kind is Kind.SECOND_WRITER
+        if self._on_error == "raise" or fatal:
+            raise error
+        if self._failures >= _FAILURES_MAX:
+            raise StorageError(
+                f"{self._store.url}: {self._failures} saves in a row failed, the last of step "
+                f"{pending.step}: {error}",
+                kind=Kind.SAVES_FAIL,
+                path=self._store.url,
+                step=pending.step,
+                hint="look at the store; earlier steps are untouched",
+            ) from error
+        logger.warning("step %s was not saved, training goes on: %s", pending.step, error)
