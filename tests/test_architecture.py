@@ -13,8 +13,9 @@ import jaxshard
 PACKAGE = REPOSITORY / "jaxshard"
 CLI = sorted(f"cli/{path.name}" for path in PACKAGE.glob("cli/*.py"))
 DISPLAY = sorted(f"display/{path.name}" for path in PACKAGE.glob("display/*.py"))
-MODULES = sorted([*(path.name for path in PACKAGE.glob("*.py")), *CLI, *DISPLAY])
-NO_ROOMS = {"__init__.py", "zarr_dtypes.py", *CLI, *DISPLAY}
+TESTING = sorted(f"testing/{path.name}" for path in PACKAGE.glob("testing/*.py"))
+MODULES = sorted([*(path.name for path in PACKAGE.glob("*.py")), *CLI, *DISPLAY, *TESTING])
+NO_ROOMS = {"__init__.py", "zarr_dtypes.py", *CLI, *DISPLAY, *TESTING}
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 ROOM = re.compile(r"^\s*(_\w+\.py)\s+")
 
@@ -252,7 +253,8 @@ def test_nothing_evaluates_text():
 def test_only_front_pages_and_the_registry_import_by_name_and_only_what_is_ours():
     pages = {"__init__.py": "jaxshard.{room}", "cli/__init__.py": "jaxshard.cli._{module}"}
     named = {n for n in MODULES if "importlib.import_module" in attributes(n)}
-    assert named == {*pages, "_registry.py"}
+    users = {"testing/_trainer.py"}  # imports what its user wants to be tested
+    assert named == {*pages, "_registry.py", *users}
     assert all(w.startswith("jaxshard.display._") for w in jaxshard._registry.displays.values())
     for page, name in pages.items():
         assert f'importlib.import_module(f"{name}")' in (PACKAGE / page).read_text()
