@@ -20,6 +20,7 @@ class Look(NamedTuple):
     """One look at a run: its committed steps, and what was decided about them."""
 
     committed: list[StepDir]
+    late: list[StepDir]
     standing: Standing
 
     @property
@@ -28,17 +29,21 @@ class Look(NamedTuple):
         return _steps.newest_versions(d for d in self.committed if self.standing.counts(d.name))
 
     @property
-    def bad(self) -> dict[str, str]:
-        """The steps that would count if they were not bad, and why they are."""
-        names = {d.name for d in self.committed} - self.standing.aside
-        return {name: why for name, why in sorted(self.standing.bad.items()) if name in names}
+    def others(self) -> dict[str, str]:
+        """The committed steps that do not count, and why."""
+        why = {d.name: "committed by a job that had been taken over" for d in self.late}
+        why |= {d.name: "set aside by a rollback" for d in self.committed}
+        why |= self.standing.bad
+        names = [d.name for d in (*self.committed, *self.late)]
+        counting = {d.name for d in self.committed if self.standing.counts(d.name)}
+        return {name: why[name] for name in sorted(names) if name not in counting}
 
 
 def look(store: Store) -> Look:
     """What there is, now."""
     with storage_errors("listing", store.url):
         standing = _decisions.fold(_decisions.read(store))
-        return Look(_steps.committed_versions(store), standing)
+        return Look(*_steps.committed(store), standing)
 
 
 def find_step(steps: list[StepDir], step: int | None, path: str) -> StepDir:
@@ -60,7 +65,9 @@ def find_step(steps: list[StepDir], step: int | None, path: str) -> StepDir:
 
 def protect(store: Store, step: int) -> Decision:
     """Never delete a step."""
-    return _decide(store, Verdict.PROTECT, step)
+    decision = _decide(store, Verdict.PROTECT, step)
+    find_step(look(store).committed, step, store.url)  # its job may have been deleting it just now
+    return decision
 
 
 def unprotect(store: Store, step: int) -> Decision:
@@ -76,7 +83,8 @@ def mark_bad(store: Store, step: int, why: str) -> Decision:
 def fall_back(store: Store, step_dir: StepDir, why: str) -> Decision:
     """Remember that a step was found damaged."""
     names = (step_dir.name,)
-    return _decisions.add(store, Verdict.FALLBACK, step=step_dir.step, names=names, why=why)
+    with storage_errors("writing a decision to", store.url):
+        return _decisions.add(store, Verdict.FALLBACK, step=step_dir.step, names=names, why=why)
 
 
 def _decide(store: Store, verdict: Verdict, step: int, why: str = "") -> Decision:
@@ -87,6 +95,11 @@ def _decide(store: Store, verdict: Verdict, step: int, why: str = "") -> Decisio
         return _decisions.add(store, verdict, step=step, names=(step_dir.name,), why=why)
 
 
+def names(store: Store) -> list[str]:
+    """Names of the committed steps that are part of the run."""
+    return [d.name for d in _steps.committed_versions(store)]
+
+
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[None]:
     """Be the only writer of a run for a while.
@@ -95,9 +108,8 @@ def alone(store: Store) -> Iterator[None]:
       ConflictError: a job is writing to it.
     """
     with storage_errors("opening", store.url):
-        names = [d.name for d in _steps.committed_versions(store)]
         before = _epochs.newest(store)
-        epoch = _epochs.begin(store, names, lease_s=_LEASE_S, takeover=False)
+        epoch = _epochs.begin(store, lambda: names(store), lease_s=_LEASE_S, takeover=False)
         epoch.carry_on(before)
     try:
         yield
@@ -131,7 +143,7 @@ def undo(store: Store) -> Decision:
     What was saved since a rollback is set aside in its turn.
 
     Raises:
-      ConflictError: there is none.
+      ConflictError: there is none; or of the branch that a rollback has left nothing is there.
     """
     with storage_errors("listing", store.url):
         made = _decisions.read(store)
@@ -145,7 +157,16 @@ def undo(store: Store) -> Decision:
         )
     aside: tuple[str, ...] = ()
     if last.verdict is Verdict.ROLLBACK:
-        since = [d for d in look(store).branch if d.step > (last.step or 0)]
+        now = look(store)
+        since = [d for d in now.branch if d.step > (last.step or 0)]
         aside = tuple(d.name for d in since)
+        if since and not any(d.name in last.names for d in now.committed):
+            raise ConflictError(
+                f"{store.url}: decision {last.number}, the rollback to step {last.step}, cannot be "
+                "undone: training has gone on, and of what it had set aside nothing is left",
+                kind=Kind.NOTHING_TO_UNDO,
+                path=store.url,
+                hint="jaxshard ls --all shows what is there; rollback goes back to any of it",
+            )
     with storage_errors("writing a decision to", store.url):
         return _decisions.add(store, Verdict.UNDO, step=last.step, names=aside, of=last.number)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxshard._errors import FormatError
+from jaxshard._errors import CorruptionError, FormatError, Kind
 from jaxshard._identity import Identity
 from jaxshard._manifest import canonical
 from jaxshard._store import Store
@@ -83,7 +83,8 @@ def read(store: Store) -> list[Decision]:
     """All decisions of a run, in their order.
 
     Raises:
-      FormatError: a file is not one of ours.
+      CorruptionError: a file is cut or changed.
+      FormatError: a file is not one of ours, or of a newer version.
     """
     names = sorted(n for n in store.child(DIR).entries() if n.removesuffix(".json").isdecimal())
     return [_parse(f"{store.url}/{DIR}/{name}", store.read(f"{DIR}/{name}")) for name in names]
@@ -103,6 +104,13 @@ def _parse(file: str, raw: bytes) -> Decision:
             at=str(body["at"]),
             by=str(body["by"]),
         )
+    except json.JSONDecodeError as e:
+        raise CorruptionError(
+            f"{file}: expected a decision about a run: {e}",
+            kind=Kind.DECISION_DAMAGED,
+            path=file,
+            hint="restore it from a copy; without it, what it decided does not hold",
+        ) from e
     except (ValueError, KeyError, TypeError) as e:
         raise FormatError(
             f"{file}: expected a decision about a run: {e!r}",

@@ -4,7 +4,7 @@
 higher `beat`. Another start waits until that stands still, unless the first is known to be dead.
 Who has a later epoch beside it commits nothing any more; and since between that look and its
 commit a process may sleep for hours, the later epoch lists what it has found: what appears from
-earlier ones afterwards is no checkpoint.
+earlier ones afterwards does not count.
 
 Nothing here relies on locks or on clocks of two machines.
 """
@@ -13,19 +13,22 @@ import contextlib
 import datetime
 import json
 import logging
+import re
+import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from jaxshard._errors import ConflictError, Kind
+from jaxshard._errors import ConflictError, CorruptionError, JaxshardError, Kind
 from jaxshard._identity import Identity, Life
-from jaxshard._manifest import canonical
+from jaxshard._manifest import FILE, canonical
 from jaxshard._store import Store
 
 logger = logging.getLogger("jaxshard")
 
 DIR = "epochs"
+_NAME = re.compile(r"\d{8,}\.json")
 _BEATS = 4  # in a lease
 _LOOKS = 20  # at the beat of another one, in a lease
 
@@ -36,8 +39,10 @@ class EpochFile(NamedTuple):
     Attributes:
       number: it counts from 1.
       raw: the bytes of its file: they change as it beats.
+      nonce: random; tells it from one of the same number after a run was deleted.
       identity: of the process that began it; None if the file does not say.
       began: UTC, ISO 8601.
+      lease_s: it beats at least that often.
       ended: whether that process said that it has ended.
       step: the newest update that it has told of.
       seen: when it told that, UTC, ISO 8601.
@@ -46,8 +51,10 @@ class EpochFile(NamedTuple):
 
     number: int
     raw: bytes
+    nonce: str
     identity: Identity | None
-    began: str | None
+    began: str
+    lease_s: float
     ended: bool
     step: int | None
     seen: str | None
@@ -56,22 +63,24 @@ class EpochFile(NamedTuple):
     @property
     def who(self) -> str:
         """For messages: host, process and start."""
-        return f"{self.identity or 'an unknown process'}, since {self.began or 'an unknown time'}"
+        return f"{self.identity or 'an unknown process'}, since {self.began}"
 
 
 def newest(store: Store) -> EpochFile | None:
-    """The epoch that counts, None if the run never had one."""
-    number = _newest_number(store)
-    while number is not None:
+    """The epoch that counts, None if the run never had one.
+
+    Raises:
+      CorruptionError: its file is not one of ours.
+    """
+    while (number := _newest_number(store)) is not None:
         with contextlib.suppress(FileNotFoundError):
             return _read(store, number)
-        number = _newest_number(store)
     return None
 
 
 def _newest_number(store: Store) -> int | None:
-    stems = (name.removesuffix(".json") for name in store.child(DIR).entries())
-    return max((int(stem) for stem in stems if stem.isdecimal()), default=None)
+    names = filter(_NAME.fullmatch, store.child(DIR).entries())
+    return max((int(name.removesuffix(".json")) for name in names), default=None)
 
 
 def _file(number: int) -> str:
@@ -82,44 +91,68 @@ def _read(store: Store, number: int) -> EpochFile:
     raw = store.read(_file(number))
     try:
         body = json.loads(raw)
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        body = {}
-    steps = body.get("steps")
-    return EpochFile(
-        number=number,
-        raw=raw,
-        identity=Identity.from_json(body.get("identity")),
-        began=body.get("began"),
-        ended=body.get("ended") is True,
-        step=body.get("step"),
-        seen=body.get("seen"),
-        steps=frozenset(steps if isinstance(steps, list) else ()),
-    )
+        return EpochFile(
+            number=number,
+            raw=raw,
+            nonce=str(body["nonce"]),
+            identity=Identity.from_json(body["identity"]),
+            began=body["began"],
+            lease_s=float(body["lease_s"]),
+            ended=body["ended"] is True,
+            step=body["step"],
+            seen=body["seen"],
+            steps=frozenset(map(str, body["steps"])),
+        )
+    except (ValueError, KeyError, TypeError) as e:
+        # Which steps count hangs on it: no guess.
+        file = f"{store.url}/{_file(number)}"
+        raise CorruptionError(
+            f"{file}: expected an epoch of the run: {e!r}",
+            kind=Kind.EPOCH_DAMAGED,
+            path=file,
+            hint=f"if no job is running: without {store.url}/{DIR} all committed steps count",
+        ) from e
 
 
-def begin(store: Store, steps: Iterable[str], *, lease_s: float, takeover: bool) -> "Epoch":
+def begin(
+    store: Store, found: Callable[[], Iterable[str]], *, lease_s: float, takeover: bool
+) -> "Epoch":
     """Begin the next epoch of a run, once the one before is over.
 
     Args:
       store: the directory of the run.
-      steps: names of the committed steps that are there.
-      lease_s: an epoch whose file does not change for so long is over.
+      found: gives the names of the committed steps that count; asked when nobody else writes.
+      lease_s: beat at least that often; wait at least so long for another one's sign of life.
       takeover: take over at once, whoever is alive.
 
     Raises:
       ConflictError: another process is writing to the run.
+      CorruptionError: the epoch before cannot be read.
     """
     store.make_dirs([DIR])
     while True:
         before = newest(store)
         if before is not None and not takeover:
-            _wait_until_over(store, before, lease_s)
+            _wait_until_over(store, before, max(lease_s, before.lease_s))
+        steps = set(found())
         number = 1 if before is None else before.number + 1
-        epoch = Epoch(store, number, sorted(steps), lease_s)
-        if epoch.create():
-            return epoch
+        epoch = Epoch(store, number, steps, lease_s)
+        if not epoch.create():
+            continue
+        if before is not None:
+            # What the one before has committed until it could see this one.
+            others = (name for name in store.entries() if name not in steps)
+            epoch.add(name for name in others if epoch_of(store, name) == before.number)
+        return epoch
+
+
+def epoch_of(store: Store, name: str) -> int | None:
+    """The epoch that a step was committed in; None if it says none (a reader finds out why)."""
+    try:
+        epoch = json.loads(store.read(f"{name}/{FILE}"))["epoch"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+    return epoch if isinstance(epoch, int) else None
 
 
 def _wait_until_over(store: Store, other: EpochFile, lease_s: float) -> None:
@@ -168,22 +201,24 @@ class Epoch:
       number: it counts from 1.
     """
 
-    def __init__(self, store: Store, number: int, steps: list[str], lease_s: float) -> None:
+    def __init__(self, store: Store, number: int, steps: Iterable[str], lease_s: float) -> None:
         self.number = number
         self._store = store
+        self._nonce = secrets.token_hex(8)
         self._body: dict[str, Any] = {
             "epoch": number,
+            "nonce": self._nonce,
             "identity": Identity.of_this_process()._asdict(),
             "processes": 1,
             "lease_s": lease_s,
             "began": _now(),
-            "steps": steps,
+            "steps": sorted(steps),
             "beat": 0,
             "step": None,
             "seen": None,
             "ended": False,
         }
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()  # a finalizer may run anywhere
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._beat_on, args=(lease_s / _BEATS,), name="jaxshard-beat", daemon=True
@@ -211,20 +246,29 @@ class Epoch:
         if before is not None:
             self._body.update(step=before.step, seen=before.seen)
 
+    def add(self, names: Iterable[str]) -> None:
+        """Add to the steps that were found."""
+        more = sorted(names)
+        if more:
+            self._body["steps"] = sorted([*self._body["steps"], *more])
+            self._write()
+
     def require_newest(self) -> None:
         """Make sure that nobody else has taken over.
 
         Raises:
-          ConflictError: somebody has.
+          ConflictError: somebody has; or the run was deleted.
         """
         found = newest(self._store)
-        if found is not None and found.number > self.number:
-            raise ConflictError(
-                f"{self._store.url}: another job has taken over this run: {found.who}",
-                kind=Kind.SECOND_WRITER,
-                path=self._store.url,
-                hint="this one can save nothing more; stop it",
-            )
+        if found is not None and (found.number, found.nonce) == (self.number, self._nonce):
+            return
+        what = f"another job has taken over this run: {found.who}" if found else "it was deleted"
+        raise ConflictError(
+            f"{self._store.url}: {what}",
+            kind=Kind.SECOND_WRITER,
+            path=self._store.url,
+            hint="this one can save nothing more; stop it",
+        )
 
     def end(self) -> None:
         """Say that this process writes no more."""
@@ -232,15 +276,18 @@ class Epoch:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._body["ended"] = True
-        self._write()
+        with contextlib.suppress(OSError, JaxshardError):  # another one's file stays as it is
+            self.require_newest()
+            self._write()
 
     def _beat_on(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
-            number = None
-            with contextlib.suppress(OSError):
-                number = _newest_number(self._store)
-            if number != self.number and number is not None:
+            try:
+                self.require_newest()
+            except ConflictError:
                 return  # the next save says it
+            except (OSError, JaxshardError) as e:
+                logger.debug("%s: %s", self._store.url, e)
             self._body["beat"] += 1
             self._write()
 

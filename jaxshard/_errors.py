@@ -47,6 +47,8 @@ class Kind(StrEnum):
     STEP_ORDER = "step-order"
     SECOND_WRITER = "second-writer"
     NOTHING_TO_UNDO = "nothing-to-undo"
+    EPOCH_DAMAGED = "epoch-damaged"
+    DECISION_DAMAGED = "decision-damaged"
     SAVES_FAIL = "saves-fail"
     PROCESSES = "processes"
 

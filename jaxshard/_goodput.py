@@ -22,7 +22,7 @@ class Goodput(NamedTuple):
       restoring_s: from a start to the state being there.
       down_s: between an end and the next start.
       starts: how often the job was started.
-      failures: how many of them ended without saying so.
+      failures: how many of them were killed, or ended with an error.
       lost_steps: steps that had to be done again.
       saves: committed ones.
       failed_saves: others.
@@ -88,7 +88,7 @@ class _Start:
             case "stop":
                 self.seen(int(event["step"]))
             case "end":
-                self.ended = True
+                self.ended = "error" not in event
                 self.seen(int(event.get("step") or 0))
 
     def seen(self, step: int, at: float | None = None) -> None:

@@ -75,7 +75,9 @@ class Identity(NamedTuple):
         if None in here or (self.boot_id, self.pid_namespace) != here:
             return Life.UNKNOWN
         state, start = _stat(self.pid)
-        if state is None or state in _DEAD_STATES or start != self.process_start:
+        if state is None:
+            return Life.UNKNOWN if _is_hidden(self.pid) else Life.DEAD
+        if state in _DEAD_STATES or start != self.process_start:
             return Life.DEAD
         return Life.ALIVE
 
@@ -90,6 +92,17 @@ def _stat(pid: int) -> tuple[str | None, int | None]:
         return None, None
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
     return fields[0], int(fields[19])
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is a process that /proc does not show: of another user, with `hidepid`."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _text(name: str) -> str | None:

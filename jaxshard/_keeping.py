@@ -1,16 +1,20 @@
 """What `Keep` says of the steps of a run: with their times, metrics, and what was decided."""
 
 import datetime
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxshard import _ledger, _steps
 from jaxshard._branching import Look
+from jaxshard._errors import CorruptionError, FormatError, NotFoundError
 from jaxshard._keep import Keep, KeptStep
 from jaxshard._reader import Checkpoint, open_checkpoint
 from jaxshard._steps import StepDir
 from jaxshard._store import Store
+
+logger = logging.getLogger("jaxshard")
 
 
 class _Facts(NamedTuple):
@@ -30,6 +34,7 @@ class Keeper:
         self._store = store
         self._keep = keep
         self._facts: dict[str, _Facts] = {}
+        self._unreadable: set[str] = set()
         self._recorded = _ledger.metrics(_ledger.read(store))
 
     def record(self, step_dir: StepDir, metrics: Mapping[str, Any]) -> None:
@@ -40,28 +45,37 @@ class Keeper:
     def kept(self, now: Look) -> set[str]:
         """Names of the steps that stay.
 
-        So that decisions can be undone, those that were marked bad stay as long as if they were
-        not, and those set aside until training has gone on beyond all of them.
+        So that decisions can be undone, those that are bad stay as long as if they were not, and
+        those set aside until training has gone on beyond all of them. What cannot be looked into
+        stays.
         """
         branch = now.branch
-        marked = [d for d in now.committed if d.name in now.standing.marked]
-        with_marked = _steps.newest_versions([*branch, *marked])
         kept = {d.name for d in now.committed if d.name in now.standing.protected}
         aside = [d for d in now.committed if d.name in now.standing.aside]
         if not branch or self._keep.keeps_all or any(d.step >= branch[-1].step for d in aside):
             kept |= {d.name for d in aside}
-        for steps in (branch, with_marked):
-            numbers = self._keep.kept(self._kept_step(d, now) for d in steps)
-            kept |= {d.name for d in steps if d.step in numbers}
+        bad = [d for d in now.committed if d.name in now.standing.bad and d not in aside]
+        for steps in (branch, _steps.newest_versions([*branch, *bad])):
+            known = {d: self._kept_step(d, now) for d in steps}
+            numbers = self._keep.kept(one for one in known.values() if one is not None)
+            kept |= {d.name for d, one in known.items() if one is None or d.step in numbers}
         return kept
 
-    def _kept_step(self, step_dir: StepDir, now: Look) -> KeptStep:
+    def _kept_step(self, step_dir: StepDir, now: Look) -> KeptStep | None:
+        """What a rule has to know of a step; None if it is not to be read."""
         protected = step_dir.name in now.standing.protected
         if not self._keep.looks_inside:
             return KeptStep(step_dir.step, protected=protected)
         facts = self._facts.get(step_dir.name)
         if facts is None:
-            checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
+            if step_dir.name in self._unreadable:
+                return None
+            try:
+                checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
+            except (CorruptionError, FormatError, NotFoundError) as e:
+                self._unreadable.add(step_dir.name)
+                logger.warning("step %d stays, since it cannot be read: %s", step_dir.step, e)
+                return None
             facts = self._facts[step_dir.name] = _facts(checkpoint)
         recorded = self._recorded.get(step_dir.name, {})
         return KeptStep(step_dir.step, facts.saved_s, {**facts.metrics, **recorded}, protected)
@@ -73,7 +87,8 @@ class Keeper:
                 f"{self._store.url}: expected a metric in Keep, found none\n"
                 'hint: keep=Keep(last=3, best=1, metric="loss")'
             )
-        ranked = self._keep.ranked(self._kept_step(d, now) for d in now.branch)
+        known = (self._kept_step(d, now) for d in now.branch)
+        ranked = self._keep.ranked(one for one in known if one is not None)
         return ranked[0].step if ranked else None
 
 

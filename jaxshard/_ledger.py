@@ -33,7 +33,7 @@ class Ledger:
         self._on_event = on_event
         began = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S%f")
         self._file = f"{DIR}/{began}-00000-{secrets.token_hex(4)}.jsonl"
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()  # a finalizer may run anywhere
         self._failed = False
         store.make_dirs([DIR])
 
@@ -43,7 +43,8 @@ class Ledger:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         try:
             with self._writing:
-                self._store.append(self._file, data)
+                # Behind a line that may have been cut off.
+                self._store.append(self._file, b"\n" * self._failed + data)
             self._failed = False
         except OSError as e:
             if not self._failed:

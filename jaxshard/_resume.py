@@ -1,12 +1,13 @@
 """`ResumeManager`: a training loop that can be killed at any moment."""
 
+import contextlib
 import dataclasses
 import logging
 import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -23,7 +24,6 @@ from jaxshard._errors import (
     Kind,
     NotCommittedError,
     NotFoundError,
-    StorageError,
     bullet_list,
 )
 from jaxshard._keep import Keep
@@ -125,28 +125,33 @@ class ResumeManager:
         self.path = self._store.url
         _close_earlier(self.path)
         self._stop = StopRequest(signals, deadline_s)
-        try:
-            self._writer = RunWriter(
-                self._store, keep, lease_s=lease_s, takeover=takeover, on_event=on_event
-            )
-        except BaseException:
-            self._stop.close()
-            raise
         self._when = when
         self._when_busy = when_busy
         self._grace_s = grace_s
         self._options = options
-        self._saves = Saves(self._store, self._writer, on_save_error)
-        there = _branching.look(self._store)
-        newest = there.branch[-1].step if there.branch else None
         self._position = 0  # updates that the state has behind it; steps() goes on from here
-        self._saves.last = -1 if newest is None else newest
-        self._resumed = not (there.branch or there.bad)  # there is nothing to resume
+        self._resumes = 0  # how often the state came from resume(), so that steps() notices
+        self._at_resume: int | None = None  # `_resumes` when steps() gave the step that goes on
         self._total: int | None = None
         self._stopped: str | None = None
         self._closed = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._stop.close)
+            self._writer = RunWriter(
+                self._store, keep, lease_s=lease_s, takeover=takeover, on_event=on_event
+            )
+            undo.callback(self._writer.epoch.end)
+            self._saves = Saves(self._store, self._writer, on_save_error)
+            there = _branching.look(self._store)
+            undo.pop_all()
+        self._saves.last = there.branch[-1].step if there.branch else -1
+        # "no": the run has steps; "must": so that it even refuses to save.
+        fresh = not (there.committed or there.late)
+        self._resumed: Literal["yes", "no", "must"] = "yes" if fresh else "no"
         # Also where nobody calls close().
-        self._release = weakref.finalize(self, _release, self._writer, self._stop, os.getpid())
+        self._release = weakref.finalize(
+            self, _release, self._saves, self._writer, self._stop, os.getpid()
+        )
         _managers[self.path] = self
 
     # Coming back
@@ -178,7 +183,8 @@ class ResumeManager:
         self._require_open()
         self.wait_until_finished()
         began = time.monotonic()
-        while steps := _branching.look(self._store).branch:
+        skipped: set[str] = set()  # also where that cannot be written down
+        while steps := [d for d in self._branch() if d.name not in skipped]:
             step_dir = steps[-1]
             try:
                 state, nbytes = self._load_onto(step_dir, like)
@@ -186,6 +192,7 @@ class ResumeManager:
                 url = self._store.child(step_dir.name).url
                 why = str(e).splitlines()[0].removeprefix(f"{url}: ")
                 logger.warning("step %d is damaged and is skipped: %s", step_dir.step, e)
+                skipped.add(step_dir.name)
                 self._writer.fall_back(step_dir, why)
                 continue
             self._begin_at(step_dir.step)
@@ -193,29 +200,34 @@ class ResumeManager:
             self._writer.ledger.add("resume", step=step_dir.step, seconds=seconds, nbytes=nbytes)
             logger.info("resumed %s at step %d", self.path, step_dir.step)
             return state, step_dir.step
-        self._require_none_bad()
+        self._require_nothing_there()
         state = self._fresh(like, init)
         self._begin_at(0)
         self._saves.last = -1
         self._writer.ledger.add("fresh")
         return state, 0
 
+    def _branch(self) -> list[StepDir]:
+        return _branching.look(self._store).branch
+
     def _begin_at(self, step: int) -> None:
         self._position = step
-        self._resumed = True
+        self._resumed = "yes"
+        self._resumes += 1
         self._saves.begin_at(step)
 
-    def _require_none_bad(self) -> None:
-        bad = _branching.look(self._store).bad
-        if bad:
-            lines = tuple(f"{name}: {why}" for name, why in bad.items())
+    def _require_nothing_there(self) -> None:
+        """A run whose steps all do not count is never begun anew."""
+        others = _branching.look(self._store).others
+        if others:
+            lines = tuple(f"{name}: {why}" for name, why in others.items())
             title = f"{self.path}: none of {len(lines)} committed steps is sound:"
             raise CorruptionError(
                 bullet_list(title, lines),
                 kind=Kind.NOTHING_SOUND,
                 path=self.path,
                 hint="restore the run from a copy, or begin a new one in another directory; "
-                f"`jaxshard undo {self.path}` has the last of them tried again",
+                f"`jaxshard undo {self.path}` takes back the last mark or rollback",
             )
 
     def _load_onto(self, step_dir: StepDir, like: Any) -> tuple[Any, int]:
@@ -240,7 +252,8 @@ class ResumeManager:
     def steps(self, total: int) -> Iterator[int]:
         """The updates that are still to run: `for step in run.steps(total)`.
 
-        Ends after `total`, or earlier once `should_stop` is true.
+        Ends after `total`, or earlier once `should_stop` is true. After a `rollback` and a `resume`
+        it goes on from there: `continue` the loop then, the step that goes on is of the past.
 
         Args:
           total: the last one; `maybe_save` always saves after it, and waits.
@@ -251,23 +264,27 @@ class ResumeManager:
         Raises:
           ConflictError: the run has steps and was not resumed: the state would be a fresh one.
         """
-        if not self._resumed:
+        self._require_resumed("steps()")
+        self._total = total
+        return self._until_stopped(total)
+
+    def _until_stopped(self, total: int) -> Iterator[int]:
+        while self._position < total and not self.should_stop:
+            self._require_resumed("the next step")
+            self._position += 1
+            self._at_resume = self._resumes
+            self._saves.step_begins()
+            yield self._position
+
+    def _require_resumed(self, what: str) -> None:
+        if self._resumed != "yes":
             raise ConflictError(
-                f"{self.path}: expected resume() before steps(): step {self._saves.last} is there",
+                f"{self.path}: expected resume() before {what}: step {self._saves.last} is there",
                 kind=Kind.STEP_ORDER,
                 path=self.path,
                 step=self._saves.last,
                 hint="state, _ = run.resume(state)",
             )
-        self._total = total
-        return self._until_stopped(range(self._position + 1, total + 1))
-
-    def _until_stopped(self, steps: Iterable[int]) -> Iterator[int]:
-        for step in steps:
-            if self.should_stop:
-                return
-            self._saves.step_begins()
-            yield step
 
     # Saving
 
@@ -332,15 +349,16 @@ class ResumeManager:
         logger.warning("asked to stop by %s: saving step %d and ending", reason, step)
         until = None if self._grace_s is None else time.monotonic() + self._grace_s
         try:
-            if self._saves.running is not None:
-                self._saves.running.outcome(self._grace_s)
+            self._saves.end(self._grace_s)  # that an earlier one has failed is no reason not to try
             options = self._options
             if until is not None:
                 left_s = max(0.001, until - time.monotonic())
                 limit_s = min(left_s, options.timeout_s or left_s)
                 options = dataclasses.replace(options, timeout_s=limit_s)
             return self._save(step, state, metrics, options, wait=True)
-        except StorageError as e:  # of time-outs too; earlier steps are there
+        except JaxshardError as e:  # of time-outs too; earlier steps are there
+            if e.kind is Kind.SECOND_WRITER:
+                raise
             logger.error("step %d could not be saved before the end: %s", step, e)  # noqa: TRY400
             return None
 
@@ -379,8 +397,10 @@ class ResumeManager:
         step = _step_number(step)
         self._require_open()
         self._require_larger(step)
-        if not self._resumed:
-            self._resumed = True  # said once
+        if self._resumed == "must":
+            self._require_resumed("another save")
+        if self._resumed == "no":
+            self._resumed = "yes"  # said once
             logger.warning(
                 "%s has step %d, and step %d is saved without resume(): is its state a fresh one?",
                 self.path,
@@ -391,6 +411,14 @@ class ResumeManager:
         return self._saves.begin(step, state, metadata, options, wait=wait)
 
     def _require_larger(self, step: int) -> None:
+        if self._total is not None and self._at_resume not in (None, self._resumes):
+            raise ConflictError(
+                f"{self.path}: step {step} began before the run came back to {self._position}",
+                kind=Kind.STEP_ORDER,
+                path=self.path,
+                step=step,
+                hint="`continue` after rollback() and resume(): steps() goes on from there",
+            )
         last = self._saves.newest
         if step <= last:
             raise ConflictError(
@@ -425,7 +453,7 @@ class ResumeManager:
     def _saved_dir(self, step: int) -> StepDir:
         if self._saves.running is not None and self._saves.running.step == step:
             self.wait_until_finished()
-        return find_step(_branching.look(self._store).branch, step, self.path)
+        return find_step(self._branch(), step, self.path)
 
     # Stopping
 
@@ -440,7 +468,9 @@ class ResumeManager:
 
         75 (EX_TEMPFAIL: to be started again) if it was asked to stop before `total`, else 0.
         """
-        return EXIT_CODE if self._stopped is not None else 0
+        asked = self._stopped is not None or self._stop.reason is not None
+        done = self._total is not None and self._saves.last >= self._total
+        return EXIT_CODE if asked and not done else 0
 
     def poll(self) -> bool:
         """Whether somebody asks the job to stop: for loops that save nothing, like an evaluation.
@@ -453,7 +483,7 @@ class ResumeManager:
 
     def all_steps(self) -> list[int]:
         """Committed steps that count, rising: not bad, and on the branch that goes on."""
-        return [d.step for d in _branching.look(self._store).branch]
+        return [d.step for d in self._branch()]
 
     def latest_step(self) -> int | None:
         """The newest step that counts; never one whose save failed."""
@@ -474,7 +504,7 @@ class ResumeManager:
         Raises:
           NotFoundError: no such step was committed.
         """
-        step_dir = find_step(_branching.look(self._store).branch, step, self.path)
+        step_dir = find_step(self._branch(), step, self.path)
         return _checkpoint.load(self._store.child(step_dir.name).url, like, **options)
 
     # Deciding
@@ -485,7 +515,7 @@ class ResumeManager:
         Raises:
           NotFoundError: no such step was committed.
         """
-        self._writer.told(_branching.protect(self._store, step))
+        self._writer.decide(lambda: _branching.protect(self._store, step))
 
     def unprotect(self, step: int) -> None:
         """Let `keep` decide about a step again.
@@ -493,7 +523,7 @@ class ResumeManager:
         Raises:
           NotFoundError: no such step was committed.
         """
-        self._writer.told(_branching.unprotect(self._store, step))
+        self._writer.decide(lambda: _branching.unprotect(self._store, step))
 
     def mark_bad(self, step: int, why: str) -> None:
         """Never resume from a step. It stays as long as `keep` would have kept it.
@@ -501,13 +531,13 @@ class ResumeManager:
         Raises:
           NotFoundError: no such step was committed.
         """
-        self._writer.told(_branching.mark_bad(self._store, step, why))
+        self._writer.decide(lambda: _branching.mark_bad(self._store, step, why))
 
     def rollback(self, step: int, why: str, *, skip_batches: int = 0) -> None:
         """Go on from an earlier step: `resume` comes back to it, also at the next start.
 
         Later steps are set aside: they do not count any more, and are deleted when training has
-        gone on beyond all of them. Call `resume` next, and `steps` again.
+        gone on beyond all of them. Call `resume` next; a loop over `steps` goes on from there.
 
         Args:
           step: a committed step.
@@ -519,9 +549,9 @@ class ResumeManager:
         """
         self._require_open()
         self.wait_until_finished()
-        self._writer.told(_branching.rollback(self._store, step, why, skip_batches))
-        self._resumed = False
-        self._saves.last = self._position = step
+        self._writer.decide(lambda: _branching.rollback(self._store, step, why, skip_batches))
+        self._resumed = "must"
+        self._saves.last = step
 
     def undo(self) -> None:
         """Take back the last decision: a rollback, a mark, a protection, a step found damaged.
@@ -533,12 +563,11 @@ class ResumeManager:
         """
         self._require_open()
         self.wait_until_finished()
-        decision = _branching.undo(self._store)
-        self._writer.told(decision)
+        self._writer.decide(lambda: _branching.undo(self._store))
         newest = self.latest_step()
         if newest != self._saves.last:
-            self._resumed = newest is None
-            self._saves.last = self._position = -1 if newest is None else newest
+            self._resumed = "must"
+            self._saves.last = -1 if newest is None else newest
 
     @property
     def skip_batches(self) -> int:
@@ -557,11 +586,15 @@ class ResumeManager:
         Raises:
           StorageError: as for `maybe_save`.
         """
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
         self._closed = True
         try:
             self.wait_until_finished()
         finally:
-            self._release()
+            if self._release.detach() is not None:
+                _release(self._saves, self._writer, self._stop, os.getpid(), error)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -577,7 +610,7 @@ class ResumeManager:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self._close(None if isinstance(error, (KeyboardInterrupt, SystemExit)) else error)
         except JaxshardError as failed:
             if error is None:
                 raise
@@ -602,11 +635,20 @@ def _close_earlier(path: str) -> None:
         logger.warning("%s: its last save failed: %s", path, e)
 
 
-def _release(writer: RunWriter, stop: StopRequest, pid: int) -> None:
+def _release(
+    saves: Saves,
+    writer: RunWriter,
+    stop: StopRequest,
+    pid: int,
+    error: BaseException | None = None,
+) -> None:
     if os.getpid() != pid:  # a child that was forked has none of it
         return
     stop.close()
-    writer.close()
+    try:
+        saves.end()
+    finally:
+        writer.close(error)
 
 
 def _step_number(step: Any) -> int:

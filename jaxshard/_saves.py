@@ -91,7 +91,7 @@ class Saves:
             step,
             metadata,
             options,
-            then=lambda: self._writer.tidy(step_dir),
+            then=lambda: self._writer.saved(step_dir),
             owned=True,
             epoch=self._writer.epoch,
         )
@@ -117,8 +117,24 @@ class Saves:
           JaxshardError: it failed, and that is not only to be logged.
         """
         if self.running is not None:
-            pending, self.running = self.running, None
+            pending = self.running
+            pending.outcome()  # Ctrl-C may end this, and then it is still running
+            self.running = None
             self._count(pending)
+
+    def end(self, timeout_s: float | None = None) -> None:
+        """Wait for the save in the background; an error of it is logged.
+
+        Raises:
+          StorageTimeoutError: it did not end within `timeout_s`.
+        """
+        if self.running is not None:
+            pending = self.running
+            pending.outcome(timeout_s)
+            self.running = None
+            error = self._note(pending)
+            if error is not None and not pending.told:
+                logger.warning("step %s was not saved: %s", pending.step, error)
 
     def _note(self, pending: PendingSave) -> BaseException | None:
         """Wait for a save, remember how it ended, and return its error."""

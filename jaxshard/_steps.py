@@ -1,6 +1,5 @@
 """The steps of a run: which directories hold committed ones, and which of them count."""
 
-import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -21,27 +20,23 @@ class StepDir(NamedTuple):
         return f"step_{self.step:08d}" + (f".{self.version}" if self.version > 1 else "")
 
 
+def step_of(name: str) -> StepDir | None:
+    """The step that a directory is of, None if it is of none."""
+    stem, _, version = name.removeprefix("step_").partition(".")
+    is_one = name.startswith("step_") and stem.isdecimal() and (not version or version.isdecimal())
+    return StepDir(int(stem), int(version or 1)) if is_one else None
+
+
 def step_dirs(store: Store) -> list[StepDir]:
     """Directories of steps, committed or not, oldest first."""
-    found = []
-    for name in store.entries():
-        stem, _, version = name.removeprefix("step_").partition(".")
-        if name.startswith("step_") and stem.isdecimal() and (not version or version.isdecimal()):
-            found.append(StepDir(int(stem), int(version or 1)))
-    return sorted(found)
+    return sorted(d for name in store.entries() if (d := step_of(name)) is not None)
 
 
-def committed_versions(store: Store) -> list[StepDir]:
-    """All committed directories of steps, oldest first, without late ones."""
-    return _committed(store)[0]
+def committed(store: Store) -> tuple[list[StepDir], list[StepDir]]:
+    """Committed directories of steps, oldest first: those that are part of the run, and late ones.
 
-
-def late_versions(store: Store) -> list[StepDir]:
-    """What a writer committed that had been taken over: it is no part of the run."""
-    return _committed(store)[1]
-
-
-def _committed(store: Store) -> tuple[list[StepDir], list[StepDir]]:
+    Late is what a writer committed that had been taken over.
+    """
     there = [d for d in step_dirs(store) if store.size(f"{d.name}/{FILE}") is not None]
     epoch = _epochs.newest(store)
     if epoch is None:
@@ -49,18 +44,14 @@ def _committed(store: Store) -> tuple[list[StepDir], list[StepDir]]:
     late = {
         d
         for d in there
-        if d.name not in epoch.steps and _epoch_of(store, d) not in (None, epoch.number)
+        if d.name not in epoch.steps and _epochs.epoch_of(store, d.name) not in (None, epoch.number)
     }
     return [d for d in there if d not in late], sorted(late)
 
 
-def _epoch_of(store: Store, step_dir: StepDir) -> int | None:
-    """The epoch that a step was committed in; None if it does not say (a reader finds out why)."""
-    try:
-        epoch = json.loads(store.read(f"{step_dir.name}/{FILE}"))["epoch"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    return epoch if isinstance(epoch, int) else None
+def committed_versions(store: Store) -> list[StepDir]:
+    """Committed directories of steps that are part of the run, oldest first."""
+    return committed(store)[0]
 
 
 def newest_versions(dirs: Iterable[StepDir]) -> list[StepDir]:

@@ -26,7 +26,9 @@ class StopRequest:
     def __init__(self, signals: Iterable[str], deadline_s: float | None) -> None:
         self.reason: str | None = None
         self._deadline = _deadline(deadline_s)
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._closed = False
         numbers = [_signal(name) for name in signals]
         if threading.current_thread() is not threading.main_thread():
             if numbers:
@@ -36,12 +38,24 @@ class StopRequest:
             self._before[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
+        if self._closed or os.getpid() != self._pid:
+            # Somebody has put this handler back, or is a child that was forked.
+            self._as_before(number, frame)
+            return
         if self.reason is None:
-            self.reason = name
-        before = self._before.get(signal.Signals(number))
+            self.reason = signal.Signals(number).name
+        before = self._before.get(number)
         if callable(before):
             before(number, frame)
+
+    def _as_before(self, number: int, frame: FrameType | None) -> None:
+        """What would happen if this handler had never been."""
+        before = self._before.get(number, signal.SIG_DFL)
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def check(self, needed_s: float) -> str | None:
         """Why to stop, None if there is no reason.
@@ -57,12 +71,12 @@ class StopRequest:
 
     def close(self) -> None:
         """Give the signals back to the handlers that were there before."""
+        self._closed = True
         if threading.current_thread() is not threading.main_thread():
-            return
+            return  # then `_on_signal` does as they would
         for number, before in self._before.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before.clear()
 
 
 def _signal(name: str) -> signal.Signals:

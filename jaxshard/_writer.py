@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxshard import _branching, _commit, _epochs, _steps
+from jaxshard import _branching, _commit, _decisions, _epochs, _steps
 from jaxshard._decisions import Decision
 from jaxshard._errors import ConflictError, FormatError, JaxshardError, Kind
 from jaxshard._identity import Identity
@@ -48,15 +48,20 @@ class RunWriter:
         on_event: Callable[[Event], None] | None,
     ) -> None:
         self._store = store
-        self._newest: tuple[StepDir, dict[str, str]] | None = None  # saved, with its digests
+        self._last_saved: tuple[StepDir, dict[str, str]] | None = None  # saved, with its digests
         with storage_errors("opening", store.url):
             _make(store)
-            names = [d.name for d in _steps.committed_versions(store)]
             before = _epochs.newest(store)
-            self.epoch = _epochs.begin(store, names, lease_s=lease_s, takeover=takeover)
-            late = _steps.late_versions(store)
-            self.ledger = Ledger(store, on_event)
-            self.keeper = Keeper(store, keep)
+            self.epoch = _epochs.begin(
+                store, lambda: _branching.names(store), lease_s=lease_s, takeover=takeover
+            )
+            try:
+                self.ledger = Ledger(store, on_event)
+                self.keeper = Keeper(store, keep)
+                late = _branching.look(store).late
+            except BaseException:
+                self.epoch.end()
+                raise
         self.ledger.add(
             "start",
             epoch=self.epoch.number,
@@ -75,19 +80,28 @@ class RunWriter:
             )
 
     def next_dir(self, step: int) -> StepDir:
-        """Where to write a step: beside what was committed for it, over what was not."""
-        with storage_errors("listing", self._store.url):
-            versions = [d for d in _steps.step_dirs(self._store) if d.step == step]
-            if not versions:
-                return StepDir(step, 1)
-            newest = versions[-1]
-            committed = self._store.size(f"{newest.name}/{FILE}") is not None
-        return StepDir(step, newest.version + 1) if committed else newest
+        """Where to write a step: over what was not committed, else beside it.
 
-    def tidy(self, just_saved: StepDir) -> None:
-        """Behind a save: delete what is not kept; failing at it fails no save."""
+        Never where a decision or an epoch has named something else, which may be gone.
+        """
+        with storage_errors("listing", self._store.url):
+            there = {d for d in _steps.step_dirs(self._store) if d.step == step}
+            committed = {d for d in there if self._store.size(f"{d.name}/{FILE}") is not None}
+            named = {name for d in _decisions.read(self._store) for name in d.names}
+            epoch = _epochs.newest(self._store)
+        named |= epoch.steps if epoch is not None else set()
+        taken = {d for d in map(_steps.step_of, named) if d is not None and d.step == step}
+        last = max((d.version for d in committed | taken), default=0)
+        return StepDir(step, max([last + 1, *(d.version for d in there)]))
+
+    def saved(self, step_dir: StepDir) -> None:
+        """Behind a save: look at what was saved, and delete what is not kept.
+
+        Failing at it fails no save.
+        """
         try:
-            gone = self._tidy(just_saved)
+            self._warn_if_stale(step_dir, open_checkpoint(self._store.child(step_dir.name).url))
+            gone = self._tidy(step_dir)
         except (OSError, JaxshardError) as e:
             logger.warning(
                 "deleting old steps of %s failed, will be tried again: %s", self._store.url, e
@@ -98,25 +112,23 @@ class RunWriter:
             logger.info("pruned %s: %s", self._store.url, ", ".join(gone))
 
     def _tidy(self, just_saved: StepDir) -> list[str]:
+        there = _steps.step_dirs(self._store)  # first: what comes later is not ours to judge
         now = _branching.look(self._store)
-        kept = self.keeper.kept(now) | {just_saved.name}
-        gone = [
-            d.name
-            for d in _steps.step_dirs(self._store)
-            if d.name not in kept and d.step <= just_saved.step
-        ]
+        kept = self.keeper.kept(now) | {just_saved.name, *(d.name for d in now.late)}
+        gone = [d.name for d in there if d.name not in kept and d.step <= just_saved.step]
         for name in gone:
-            _commit.delete(self._store.child(name))
+            # Just before each, since this thread may have slept.
+            self.epoch.require_newest()
+            if name not in _branching.look(self._store).standing.protected:
+                _commit.delete(self._store.child(name))
         child = self._store.child(just_saved.name)
-        checkpoint = open_checkpoint(child.url)
-        _commit.remove_other_attempts(child, checkpoint.attempt)
-        self._warn_if_stale(just_saved, checkpoint)
+        _commit.remove_other_attempts(child, open_checkpoint(child.url).attempt)
         return gone
 
     def _warn_if_stale(self, just_saved: StepDir, checkpoint: Checkpoint) -> None:
         """A loop that saves the state of before loses all that it has learned since."""
         arrays = {n: info.digest for n, info in checkpoint.leaves.items() if info.digest}
-        before, self._newest = self._newest, (just_saved, arrays)
+        before, self._last_saved = self._last_saved, (just_saved, arrays)
         if before is not None and arrays and arrays == before[1]:
             logger.warning(
                 "%s: every array of step %d equals that of step %d: is an old state being saved?\n"
@@ -131,23 +143,38 @@ class RunWriter:
         self.ledger.add("record", step=step_dir.step, name=step_dir.name, metrics=metrics)
         self.keeper.record(step_dir, metrics)
 
+    def decide(self, decision: Callable[[], Decision]) -> Decision:
+        """Decide something, as the one that writes to the run.
+
+        Raises:
+          ConflictError: another job has taken over.
+        """
+        self.epoch.require_newest()
+        made = decision()
+        self._tell(made)
+        return made
+
     def fall_back(self, step_dir: StepDir, why: str) -> None:
         """Remember that a step was found damaged, if the store can."""
         try:
-            self.told(_branching.fall_back(self._store, step_dir, why))
+            self.decide(lambda: _branching.fall_back(self._store, step_dir, why))
         except JaxshardError as e:
             logger.warning("%s: this cannot be written down: %s", self._store.url, e)
 
-    def told(self, decision: Decision) -> None:
-        """Write a decision into the ledger too."""
+    def _tell(self, decision: Decision) -> None:
         fields = decision._asdict()
         self.ledger.add(
             fields.pop("verdict"), **{n: v for n, v in fields.items() if v and n != "at"}
         )
 
-    def close(self) -> None:
-        """End the epoch: the next job need not wait."""
-        self.ledger.add("end", step=self.epoch.step)
+    def close(self, error: BaseException | None) -> None:
+        """End the epoch: the next job need not wait.
+
+        Args:
+          error: that training has ended with, if it has.
+        """
+        what = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
+        self.ledger.add("end", step=self.epoch.step, **what)
         self.epoch.end()
 
 

@@ -79,7 +79,7 @@ def test_nothing_sound_stays_an_error_at_every_start(tmp_path):
         assert caught.value.kind is Kind.NOTHING_SOUND
         text = str(caught.value)
         assert f"{root}: none of 2 committed steps is sound:\n  - step_00000010: " in text
-        assert f"`jaxshard undo {root}` has the last of them tried again" in text
+        assert f"`jaxshard undo {root}` takes back the last mark or rollback" in text
         with ResumeManager(root) as run, pytest.raises(ConflictError, match="resume"):
             run.steps(10)
 
@@ -101,7 +101,7 @@ def test_a_step_that_is_written_again_does_not_bear_the_mark_of_the_damaged_one(
         run.resume(state_of(0))
         run.save(20, state_of(20), wait=True)
         assert run.all_steps() == [10, 20]
-    assert names(root) == ["00000010", "00000020.2"]  # what is damaged helps nobody
+    assert names(root) == ["00000010", "00000020.2"]  # it has been replaced
     assert jaxshard.open(root).load()["n"][0] == 20
 
 
@@ -233,6 +233,9 @@ def test_undoing_a_rollback_comes_back_to_the_branch_that_was_left(tmp_path):
 def test_the_newest_step_of_another_branch_is_not_in_the_way(tmp_path):
     with ResumeManager(run_with(tmp_path / "run", 1, 5, 9)) as run:
         run.rollback(1, "all over")
+        with pytest.raises(ConflictError, match=r"expected resume\(\) before another save"):
+            run.save(5, state_of(5, "too soon"))
+        run.resume(state_of(0))
         run.save(5, state_of(5, "again"), wait=True)
         assert run.load(5)["branch"] == "again"
 
@@ -385,3 +388,131 @@ def test_a_state_without_arrays_is_never_stale(tmp_path, caplog):
         for step in (1, 2):
             run.save(step, {"n": 0}, wait=True)
     assert "every array" not in caplog.text
+
+
+# What a reviewer thought of ------------------------------------------------------------------
+
+
+def test_undo_of_a_rollback_whose_branch_is_gone_is_refused(tmp_path):
+    root = tmp_path / "run"
+    with ResumeManager(root, when=Every(steps=1), when_busy="wait", keep=Keep(last=1)) as run:
+        train(run, 4, "first")
+        run.protect(3)
+        run.rollback(4, "nothing after it")
+        run.resume(state_of(0))
+        for step in (5, 6):
+            run.save(step, state_of(step), wait=True)
+        with pytest.raises(
+            ConflictError, match="the rollback to step 4, cannot be undone"
+        ) as caught:
+            run.undo()
+        assert caught.value.kind is Kind.NOTHING_TO_UNDO
+        assert run.latest_step() == 6
+
+
+def test_a_name_that_a_decision_knows_is_never_used_again(tmp_path):
+    root = tmp_path / "run"
+    with ResumeManager(root, when=Every(steps=1), when_busy="wait", keep=Keep(last=2)) as run:
+        train(run, 4, "first")
+        run.protect(3)
+        run.rollback(3, "a spike")
+        train(run, 9, "second")  # by now step_00000004 is gone, and so is 4.2
+        assert "00000004" not in names(root)
+        run.rollback(3, "another one")
+        train(run, 4, "third")
+        assert run.all_steps() == [3, 4]
+        assert run.load(4)["branch"] == "third"
+
+
+def test_a_loop_goes_on_from_where_a_rollback_has_led(tmp_path):
+    with ResumeManager(tmp_path / "run", when=Every(steps=1), when_busy="wait", keep=Keep()) as run:
+        state, _ = run.resume(state_of(0))
+        seen = []
+        for step in run.steps(6):
+            seen.append(step)
+            if step == 5 and seen.count(5) == 1:
+                run.rollback(2, "a spike")
+                state, _ = run.resume(state_of(0))
+                with pytest.raises(
+                    ConflictError, match="step 5 began before the run came back to 2"
+                ):
+                    run.maybe_save(step, state)
+                continue
+            state = state_of(step)
+            run.maybe_save(step, state)
+        assert seen == [1, 2, 3, 4, 5, 3, 4, 5, 6]
+        assert run.all_steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_loop_that_goes_on_without_resume_is_stopped(tmp_path):
+    with ResumeManager(run_with(tmp_path / "run", 1, 2), when=Every(steps=1)) as run:
+        run.resume(state_of(0))
+        steps = run.steps(9)
+        next(steps)
+        run.rollback(1, "a spike")
+        with pytest.raises(ConflictError, match="expected resume"):
+            run.maybe_save(3, state_of(3))
+        with pytest.raises(ConflictError, match="expected resume"):
+            next(steps)
+
+
+def test_falling_back_works_where_it_cannot_be_written_down(tmp_path, caplog, monkeypatch):
+    from jaxshard import _decisions
+
+    root = run_with(tmp_path / "run", 1, 2)
+    damage(root, 2)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_decisions, "add", fail)
+    with ResumeManager(root) as run:
+        assert run.resume(state_of(0))[1] == 1
+    assert "this cannot be written down" in caplog.text
+
+
+def test_a_manifest_that_cannot_be_read_does_not_stop_pruning(tmp_path, caplog):
+    root = tmp_path / "run"
+    with ResumeManager(root, keep=Keep(last=1, best=1, metric="loss")) as run:
+        for step in (1, 2):
+            run.save(step, state_of(step), metrics={"loss": step}, wait=True)
+    (root / "step_00000001/manifest.json").write_bytes(b"{")
+    with ResumeManager(root, keep=Keep(last=1, best=1, metric="loss")) as run:
+        for step in (3, 4, 5):
+            run.save(step, state_of(step), metrics={"loss": step}, wait=True)
+    assert names(root) == ["00000001", "00000002", "00000005"]
+    assert caplog.text.count("stays, since it cannot be read") == 1
+
+
+def test_an_error_of_training_is_a_failure_in_the_report(tmp_path):
+    root = tmp_path / "run"
+
+    def fail() -> None:
+        with ResumeManager(root) as run:
+            run.resume(state_of(0))
+            raise ZeroDivisionError("of its own")
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    (ended,) = events(root, "end")
+    assert ended["error"] == "ZeroDivisionError: of its own"
+    with ResumeManager(root) as run:
+        run.resume(state_of(0))
+    assert jaxshard.report(root).goodput.failures == 1
+
+
+def test_a_damaged_decision_is_named_and_leaves_no_handler_behind(tmp_path):
+    import signal
+
+    root = run_with(tmp_path / "run", 1)
+    with ResumeManager(root) as run:
+        run.protect(1)
+    before = signal.getsignal(signal.SIGTERM)
+    (root / "decisions/00000001.json").write_text("{")
+    with pytest.raises(CorruptionError, match=r"00000001\.json: expected a decision") as caught:
+        ResumeManager(root)
+    assert caught.value.kind is Kind.DECISION_DAMAGED
+    assert signal.getsignal(signal.SIGTERM) == before
+    (root / "decisions/00000001.json").unlink()
+    with ResumeManager(root) as run:
+        assert run.all_steps() == [1]

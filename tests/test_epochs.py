@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from support import REPOSITORY
 
 import jaxshard
 from jaxshard import ConflictError, Every, Keep, ResumeManager, _epochs, _steps
 from jaxshard._errors import Kind
 from jaxshard._identity import Identity, Life
+from jaxshard._manifest import canonical
 from jaxshard._store import open_store
 
 HOST = socket.gethostname()
@@ -51,6 +54,7 @@ def forge(root: Path, **changes: Any) -> Path:
     file = max((root / "epochs").iterdir())
     body = json.loads(file.read_bytes())
     body["ended"] = False
+    body["lease_s"] = changes.pop("lease_s", 0.1)
     body["identity"].update(changes)
     file.write_text(json.dumps(body))
     return file
@@ -153,10 +157,68 @@ def test_a_job_elsewhere_that_gives_no_sign_of_life_is_taken_over_after_its_leas
     assert "waiting up to 0 s for a sign of life of the job before" in caplog.text
 
 
+def test_the_lease_of_the_job_that_is_waited_for_counts(tmp_path):
+    with ResumeManager(tmp_path / "run"):
+        pass
+    forge(tmp_path / "run", boot_id="another", lease_s=1.5)
+    began = time.monotonic()
+    ResumeManager(tmp_path / "run", lease_s=0.1).close()
+    assert time.monotonic() - began >= 1.5
+
+
+def test_what_the_job_before_commits_while_it_is_waited_for_counts(tmp_path):
+    root = tmp_path / "run"
+    with ResumeManager(root) as run:
+        run.save(1, state_of(1), wait=True)
+    forge(root, boot_id="another", lease_s=2)
+    other = jaxshard.open(root)
+
+    def commit() -> None:
+        time.sleep(0.5)
+        jaxshard.save(tmp_path / "late", state_of(2))
+        manifest = tmp_path / "late/manifest.json"
+        manifest.write_bytes(with_epoch(manifest.read_bytes(), 1))
+        (tmp_path / "late").rename(root / "step_00000002")
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    with ResumeManager(root, lease_s=0.1) as run:
+        thread.join()
+        assert run.resume(state_of(0)) == (state_of(2), 2)
+    assert other.all_steps() == [1, 2]
+
+
+def with_epoch(manifest: bytes, epoch: int) -> bytes:
+    body = json.loads(manifest)
+    del body["xxh3_128"]
+    text = canonical({**body, "epoch": epoch})
+    return text[:-1] + f',"xxh3_128":"{xxhash.xxh3_128_hexdigest(text)}"}}\n'.encode()
+
+
+def test_a_run_that_was_deleted_and_begun_again_is_not_the_one_of_before(tmp_path):
+    """Both are epoch 1."""
+    root = tmp_path / "run"
+    with ResumeManager(root, when=Every(steps=1)) as orphan:
+        orphan.resume(state_of(0))
+        shutil.rmtree(root)
+        with pytest.raises(ConflictError, match=f"{root}: it was deleted"):
+            orphan.save(1, state_of(1), wait=True)
+        shutil.rmtree(root, ignore_errors=True)
+        store = open_store(root)
+        store.make_dirs(["epochs"])
+        again = _epochs.Epoch(store, 1, [], 60)
+        assert again.create()
+        before = (root / "epochs/00000001.json").read_bytes()
+        with pytest.raises(ConflictError, match="another job has taken over this run"):
+            orphan.save(2, state_of(2), wait=True)
+    assert (root / "epochs/00000001.json").read_bytes() == before  # its end was not written there
+    again.end()
+
+
 def test_a_job_elsewhere_that_beats_is_alive(tmp_path):
     with ResumeManager(tmp_path / "run"):
         pass
-    file = forge(tmp_path / "run", boot_id="another", host="node7")
+    file = forge(tmp_path / "run", boot_id="another", host="node7", lease_s=5)
     stop = threading.Event()
 
     def beat() -> None:
@@ -197,12 +259,34 @@ def test_slurm_ends_a_job_before_it_starts_it_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"identity": 3, "steps": 4}', '{"identity": {}}']
 )
-def test_an_epoch_that_cannot_be_read_is_over_when_it_stands_still(tmp_path, text):
-    with ResumeManager(tmp_path / "run") as run:
-        run.save(1, state_of(1), wait=True)
-    (tmp_path / "run/epochs/00000001.json").write_text(text)
-    with ResumeManager(tmp_path / "run", lease_s=0.2) as run:
-        assert run.latest_step() == 1
+def test_an_epoch_that_cannot_be_read_is_an_error_and_no_step_is_forgotten(tmp_path, text):
+    root = tmp_path / "run"
+    for step in (1, 2):
+        with ResumeManager(root) as run:
+            run.save(step, state_of(step), wait=True)
+    (root / "epochs/00000002.json").write_text(text)
+    for look in (lambda: ResumeManager(root), lambda: jaxshard.open(root).latest_step()):
+        with pytest.raises(
+            jaxshard.CorruptionError, match="expected an epoch of the run"
+        ) as caught:
+            look()
+        assert caught.value.kind is Kind.EPOCH_DAMAGED
+        assert f"hint: if no job is running: without {root}/epochs all committed" in str(
+            caught.value
+        )
+    shutil.rmtree(root / "epochs")
+    with ResumeManager(root) as run:
+        assert run.resume(state_of(0)) == (state_of(2), 2)
+
+
+@pytest.mark.parametrize("name", ["5", "5.json", "00000005", "00000005.json.bak", "x.json"])
+def test_files_that_are_no_epochs_are_left_alone(tmp_path, name):
+    with ResumeManager(tmp_path / "run"):
+        pass
+    (tmp_path / "run/epochs" / name).write_text("{}")
+    with ResumeManager(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run/epochs/00000002.json").exists()
 
 
 @pytest.mark.parametrize("wrong", [{"lease_s": 0}, {"lease_s": float("nan")}, {"grace_s": -1}])
@@ -339,7 +423,7 @@ def test_what_appears_from_an_earlier_epoch_afterwards_is_no_step(tmp_path, monk
     late_commit(root, monkeypatch)
     assert (root / "step_00000002/manifest.json").exists()
     assert jaxshard.open(root).all_steps() == [1]
-    assert [d.name for d in _steps.late_versions(open_store(root))] == ["step_00000002"]
+    assert [d.name for d in _steps.committed(open_store(root))[1]] == ["step_00000002"]
     with ResumeManager(root, when=Every(steps=1), keep=Keep()) as run:
         assert run.resume(state_of(0)) == (state_of(1), 1)
         run.save(2, state_of(2), wait=True)
@@ -430,6 +514,13 @@ def test_what_is_no_identity_is_none(wrong):
     assert Identity.from_json(wrong) is None
 
 
+def test_a_process_that_proc_hides_is_not_taken_for_dead(monkeypatch):
+    mine = Identity.of_this_process()
+    monkeypatch.setattr("jaxshard._identity._stat", lambda _: (None, None))
+    assert mine._replace(pid=1).life() is Life.UNKNOWN
+    assert mine._replace(pid=2**22 + 1).life() is Life.DEAD
+
+
 def test_without_proc_nothing_is_known_of_others(monkeypatch, tmp_path):
     mine = Identity.of_this_process()
     monkeypatch.setattr("jaxshard._identity._PROC", tmp_path)
@@ -487,5 +578,6 @@ def test_a_reader_that_follows_sees_a_rollback(tmp_path):
         assert next(steps) == 3
         run.rollback(2, "a spike")
         assert next(steps) == 2
+        run.resume(state_of(0))
         run.save(3, state_of(-3), wait=True)
         assert next(steps) == 3

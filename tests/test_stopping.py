@@ -92,9 +92,8 @@ def test_a_signal_saves_the_step_that_goes_on_and_the_next_start_goes_on_from_it
 def test_a_second_signal_does_not_break_it_and_the_handler_of_before_is_called(tmp_path, start):
     job = start(tmp_path / "run", 10**6, "before")
     job.wait_for("step 2")
-    for _ in range(20):
+    for _ in range(5):
         job.popen.send_signal(signal.SIGTERM)
-        time.sleep(0.002)
     code, said = job.end()
     assert code == 75
     assert "handler of before" in said
@@ -280,3 +279,83 @@ def test_a_save_that_takes_longer_than_the_grace_gives_up_cleanly(tmp_path, capl
         assert run.all_steps() == [1]
     assert "step 2 could not be saved before the end" in caplog.text
     assert not list(root.glob("step_00000002/a-*"))
+
+
+# Handlers that outlive their run ---------------------------------------------------------------
+
+
+def test_managers_that_close_out_of_order_leave_sigterm_as_it_was(tmp_path):
+    code = """
+import os, signal, sys, jaxshard
+first = jaxshard.ResumeManager(sys.argv[1] + "/a")
+second = jaxshard.ResumeManager(sys.argv[1] + "/b")
+first.close()
+second.close()
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
+
+
+def test_a_child_that_was_forked_can_be_terminated(tmp_path):
+    code = """
+import os, signal, sys, time, jaxshard
+run = jaxshard.ResumeManager(sys.argv[1])
+pid = os.fork()
+if pid == 0:
+    time.sleep(60)
+    os._exit(0)
+time.sleep(0.2)
+os.kill(pid, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+run.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        capture_output=True, text=True, check=True, timeout=30,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.stdout == f"{-signal.SIGTERM}\n"
+
+
+def test_who_leaves_by_poll_still_tells_that_there_is_more_to_do(tmp_path):
+    with ResumeManager(tmp_path / "run", when=Every(steps=100)) as run:
+        run.resume({"n": 0})
+        assert steps_of(run, 3) == [1, 2, 3]
+        signal.raise_signal(signal.SIGUSR1)
+        assert run.exit_code == 0  # all is done
+    with ResumeManager(tmp_path / "run", when=Every(steps=100)) as run:
+        run.resume({"n": 0})
+        next(run.steps(10))
+        signal.raise_signal(signal.SIGUSR1)
+        assert run.poll()
+        assert run.exit_code == 75
+
+
+def test_a_failed_save_before_is_no_reason_not_to_save_at_the_end(tmp_path, monkeypatch, caplog):
+    from jaxshard import _commit
+
+    commit = _commit.commit
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with ResumeManager(tmp_path / "run", when=Every(steps=1)) as run:
+        run.resume({"n": 0})
+        monkeypatch.setattr(_commit, "commit", fail)
+        for step in (1, 2, 3):
+            run._saves.running or run.maybe_save(step, {"n": step})
+            if step < 3:
+                run._saves.end()
+        run._saves.running._thread.join()  # type: ignore[union-attr]
+        monkeypatch.setattr(_commit, "commit", commit)
+        signal.raise_signal(signal.SIGUSR1)
+        run._saves.collect = lambda: None  # type: ignore[method-assign]  # it comes just now
+        assert run.maybe_save(4, {"n": 4}) is not None
+        assert run.all_steps() == [4]
+    assert "step 3 was not saved" in caplog.text

@@ -120,8 +120,10 @@ def _state(step_dir: StepDir, now: Look) -> str:
         return "set aside"
     if name in standing.bad:
         return "bad" if name in standing.marked else "damaged"
-    if step_dir not in now.committed:
+    if step_dir in now.late:
         return "late"
+    if step_dir not in now.committed:  # between two looks
+        return "committed"
     if step_dir not in now.branch:
         return "replaced"
     return "protected" if name in standing.protected else "committed"

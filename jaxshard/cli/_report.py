@@ -20,7 +20,7 @@ from jaxshard.cli._verb import Verb, json_option
         "lost_s": "in steps that had to be done again",
         "restoring_s": "from a start to the state being there",
         "down_s": "between an end and the next start",
-        "starts, failures": "of the job; failures ended without saying so",
+        "starts, failures": "of the job; failures were killed, or ended with an error",
         "lost_steps": "steps that had to be done again",
         "saves, failed_saves, nbytes": "committed ones, others, bytes saved",
         "save_cost_s": "what one save costs training, the median; or null",

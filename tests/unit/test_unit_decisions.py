@@ -7,7 +7,7 @@ import pytest
 
 from jaxshard import _decisions
 from jaxshard._decisions import Decision, Verdict, fold, last_to_undo
-from jaxshard._errors import FormatError
+from jaxshard._errors import CorruptionError, FormatError
 from jaxshard._store import open_store
 
 
@@ -93,14 +93,13 @@ def test_each_gets_a_number_of_its_own_however_many_decide_at_once(tmp_path):
     assert [d.number for d in _decisions.read(store)] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"verdict":"promote"}', '{"number":"x"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"verdict":"promote"}', '{"number":"x"}'])
 def test_a_file_of_somebody_else_is_an_error(tmp_path, text):
     store = open_store(tmp_path)
     _decisions.add(store, Verdict.PROTECT, step=1, names=("a",))
     (tmp_path / "decisions/00000001.json").write_text(text)
-    with pytest.raises(
-        FormatError, match=r"00000001\.json: expected a decision.*\nhint: "
-    ) as caught:
+    wanted = CorruptionError if text in {"", "{"} else FormatError
+    with pytest.raises(wanted, match=r"00000001\.json: expected a decision.*\nhint: ") as caught:
         _decisions.read(store)
     assert caught.value.path == str(tmp_path / "decisions/00000001.json")
 
