@@ -169,7 +169,7 @@ _, grown = peak(lambda: jaxshard.save(folder / "c", state, options=options))
 tell(grown=grown, kept=kernel("RssAnon") - before)
 """
     found = measure(code, folder)
-    assert found["kept"] <= 128 * MIB  # all of it would be 256 MiB
+    assert found["kept"] <= 160 * MIB  # half of it, and blocks of threads; all would be 256 MiB
     # JAX unpacks a shard of 16 MiB to 32 MiB; that, its packed form and copies made on the way.
     assert found["grown"] <= 384 * MIB
 
