@@ -235,6 +235,7 @@ def main() -> None:
             run.maybe_save(step, state, metrics={"loss": loss})  # writes while training goes on
             exact = {"loss_hex": loss.hex(), "rows": row_ids.tolist()}
             log_line({"step": step, "loss": loss} | exact)
+    sys.exit(run.exit_code)  # 75 if it was asked to stop: start it again
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One writer at a time: every start of a job is an epoch of its run, a number that only grows.
 
-`epochs/00000003.json` says who began it, and is written again every quarter of `lease_s` with a
-higher `beat`. Another start waits until that stands still, unless the first is known to be dead.
+`epochs/00000003.json` says who began it, and is written again every few seconds with a higher
+`beat`. Another start waits until that stands still, unless the first is known to be dead.
 Who has a later epoch beside it commits nothing any more; and since between that look and its
 commit a process may sleep for hours, the later epoch lists what it has found: what appears from
 earlier ones afterwards does not count.
@@ -29,7 +29,8 @@ logger = logging.getLogger("jaxshard")
 
 DIR = "epochs"
 _NAME = re.compile(r"\d{8,}\.json")
-_BEATS = 4  # in a lease
+_BEATS = 4  # in a lease, and
+_BEAT_S_MAX = 5.0  # so that it is known how far a run that was killed had come
 _LOOKS = 20  # at the beat of another one, in a lease
 
 
@@ -221,7 +222,10 @@ class Epoch:
         self._writing = threading.RLock()  # a finalizer may run anywhere
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._beat_on, args=(lease_s / _BEATS,), name="jaxshard-beat", daemon=True
+            target=self._beat_on,
+            args=(min(lease_s / _BEATS, _BEAT_S_MAX),),
+            name="jaxshard-beat",
+            daemon=True,
         )
 
     def create(self) -> bool:

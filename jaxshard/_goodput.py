@@ -18,7 +18,8 @@ class Goodput(NamedTuple):
       wall_s: from the first start to the last sign of life.
       useful_s: in steps that count.
       saving_s: what saves cost training: blocked, and slower steps beside them.
-      lost_s: in steps that had to be done again, since they had not been saved.
+      lost_s: in steps that had to be done again, since they had not been saved; as far as the last
+        beat knows, which is five seconds old at most.
       restoring_s: from a start to the state being there.
       down_s: between an end and the next start.
       starts: how often the job was started.

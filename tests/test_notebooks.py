@@ -24,7 +24,10 @@ print(json.dumps({{"fresh": run.compared(fresh), "kept": run.compared(kept), "wh
 
 
 def test_there_are_notebooks():
-    assert [p.name for p in NOTEBOOKS] == ["01_first_checkpoint.ipynb"]
+    assert [p.name for p in NOTEBOOKS] == [
+        "01_first_checkpoint.ipynb",
+        "02_crash_and_resume.ipynb",
+    ]
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda p: p.stem)
