@@ -28,6 +28,8 @@ from jaxshard._store import Store
 logger = logging.getLogger("jaxshard")
 
 DIR = "epochs"
+DRILL_ROOT = "JAXSHARD_DRILL_ROOT"  # where `jaxshard drill` lets runs be written
+DRILL_LEASE_S = 0.4
 _NAME = re.compile(r"\d{8,}\.json")
 _BEATS = 4  # in a lease, and
 _BEAT_S_MAX = 5.0  # so that it is known how far a run that was killed had come

@@ -49,6 +49,7 @@ class Kind(StrEnum):
     NOTHING_TO_UNDO = "nothing-to-undo"
     EPOCH_DAMAGED = "epoch-damaged"
     DECISION_DAMAGED = "decision-damaged"
+    DRILL = "drill"
     SAVES_FAIL = "saves-fail"
     PROCESSES = "processes"
 

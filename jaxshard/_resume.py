@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import jax
 import numpy as np
 
-from jaxshard import _arrays, _branching, _checkpoint, _loading, _saving
+from jaxshard import _arrays, _branching, _checkpoint, _epochs, _loading, _saving
 from jaxshard._branching import find_step
 from jaxshard._checkpoint import PendingSave
 from jaxshard._errors import (
@@ -121,6 +121,9 @@ class ResumeManager:
                 f"ResumeManager: lease_s={lease_s}, grace_s={grace_s}: expected more than 0\n"
                 "hint: lease_s=60"
             )
+        in_drill = os.environ.get(_epochs.DRILL_ROOT)
+        if in_drill:  # see `jaxshard drill`
+            root, lease_s = in_drill, min(lease_s, _epochs.DRILL_LEASE_S)
         self._store = open_store(root)
         self.path = self._store.url
         _close_earlier(self.path)
@@ -134,6 +137,7 @@ class ResumeManager:
         self._at_resume: int | None = None  # `_resumes` when steps() gave the step that goes on
         self._total: int | None = None
         self._stopped: str | None = None
+        self._going = False  # a step was made since the state came from resume()
         self._closed = False
         with contextlib.ExitStack() as undo:
             undo.callback(self._stop.close)
@@ -214,6 +218,7 @@ class ResumeManager:
         self._position = step
         self._resumed = "yes"
         self._resumes += 1
+        self._going = False
         self._saves.begin_at(step)
 
     def _require_nothing_there(self) -> None:
@@ -314,6 +319,9 @@ class ResumeManager:
         self._require_open()
         now = self._saves.step_ended()
         self._writer.epoch.note(step)
+        if not self._going:
+            self._going = True
+            self._writer.ledger.add("going", step=step)
         self._saves.collect()
         try:
             return self._decide(step, state, metrics, now)

@@ -1,32 +1,11 @@
 """`jaxshard prune`: free what nobody needs any more."""
 
-import re
-from typing import Any
-
 import click
 
 import jaxshard
 from jaxshard._errors import size_text
 from jaxshard.cli._output import note, print_json, print_table
-from jaxshard.cli._verb import Verb, json_option
-
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-class _Duration(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click
-    """A number with `s`, `m`, `h` or `d` behind it, in seconds."""
-
-    name = "duration"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value))
-        if match is None:
-            self.fail(
-                f"expected a duration such as 90s, 30m, 2h or 7d, found {value!r}", param, ctx
-            )
-        return float(match[1]) * _SECONDS[match[2]]
+from jaxshard.cli._verb import Duration, Verb, json_option
 
 
 @click.command(
@@ -51,7 +30,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
 @click.option("--keep-every", type=click.IntRange(1), metavar="K", help="Keep the multiples of K.")
 @click.option(
     "--older-than",
-    type=_Duration(),
+    type=Duration(),
     default="1h",
     show_default=True,
     metavar="AGE",

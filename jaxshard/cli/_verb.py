@@ -1,5 +1,6 @@
 """What all verbs share: how a checkpoint is named, `--json`, and the sections of a help text."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from jaxshard._reader import Checkpoint
 from jaxshard._run import Run
 from jaxshard._store import Store, open_store
 from jaxshard.cli._output import Failure, note, print_json
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Verb(click.Command):
@@ -40,6 +43,37 @@ class Verb(click.Command):
         codes = [("0", "done")] + [("1", self.bad)] * bool(self.bad) + [("2", "could not be done")]
         with formatter.section("Exit codes"):
             formatter.write_dl(codes)
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click
+    """A number with `s`, `m`, `h` or `d` behind it, in seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value))
+        if match is None:
+            self.fail(
+                f"expected a duration such as 90s, 30m, 2h or 7d, found {value!r}", param, ctx
+            )
+        return float(match[1]) * _SECONDS[match[2]]
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click
+    """A number with `KB`, `MB`, `GB`, `TB`, or `KiB` and so on, in bytes."""
+
+    name = "size"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(i?)B|B?)", str(value))
+        if match is None:
+            self.fail(f"expected a size such as 500MB, 20GB or 1GiB, found {value!r}", param, ctx)
+        power = " KMGT".index(match[2]) if match[2] else 0
+        return float(match[1]) * float(1024 if match[3] else 1000) ** power
 
 
 json_option = click.option(
