@@ -26,11 +26,19 @@ _UNKNOWN_FREE_BYTES = 4 << 30
 
 
 class Staged(NamedTuple):
-    """Elements of one piece, or of each entry of a stretch, in the leaf's own dtype."""
+    """Elements of one piece, or of each entry of a stretch, in the leaf's own dtype.
+
+    Attributes:
+      of: the piece or the stretch.
+      values: its elements.
+      release: to be called when they were written.
+      views: whether they are memory of the arrays themselves, and so cost none.
+    """
 
     of: Piece | Stretch
     values: list[Array]
     release: Callable[[], None]
+    views: bool
 
 
 class Budget:
@@ -86,13 +94,14 @@ def stage(
     tasks: Iterator[Piece | Stretch] = itertools.chain(plan.each_piece(leaves), stretches)
     for task in tasks:
         parts = staging.parts(task)
-        if budget is None or (staging.shards(task.leaf).views and not copy_all):
-            yield Staged(task, parts, _nothing)
+        views = staging.shards(task.leaf).views
+        if budget is None or (views and not copy_all):
+            yield Staged(task, parts, _nothing, views)
             continue
         nbytes = sum(part.nbytes for part in parts)
         if not budget.acquire(nbytes):
             return
-        yield Staged(task, [_copy(part) for part in parts], _releaser(budget, nbytes))
+        yield Staged(task, [_copy(part) for part in parts], _releaser(budget, nbytes), views=False)
 
 
 class _Staging:

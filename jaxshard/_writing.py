@@ -160,6 +160,11 @@ class _Record:
         layout = layout_of(leaf)
         file = _piece_file(job, piece.leaf, piece.number)
         release = staged.release
+        # A tile that is not contiguous, or at the edge, is gathered, and again for its digest.
+        # With the views of one array of 2 GiB counted too, a single piece was written at a time,
+        # at half the speed of the disk. (benchmarks/save.py, state huge)
+        gathered = 2 * _plan.stored_tile_bytes(layout) if self.is_straight else 0
+        nbytes = gathered + (0 if self.is_straight and staged.views else piece.nbytes)
         # Here, so that the request does not hold the unpacked elements of a sub-byte leaf too.
         values = _dtypes.to_stored(staged.values[0], str(leaf.dtype), layout.per_byte)
         del staged
@@ -183,10 +188,8 @@ class _Record:
             if not self.is_straight:
                 self._syncing.written(file)
 
-        # A tile that is not contiguous, or at the edge, is gathered, and again for its digest.
-        gathered = 2 * _plan.stored_tile_bytes(layout) if self.is_straight else 0
         return Request(
-            piece.nbytes + gathered,
+            nbytes,
             start,
             finish,
             lambda error: _tensors.write_error(error, leaf.name, file),
