@@ -274,12 +274,15 @@ class ResumeManager:
         return self._until_stopped(total)
 
     def _until_stopped(self, total: int) -> Iterator[int]:
-        while self._position < total and not self.should_stop:
-            self._require_resumed("the next step")
-            self._position += 1
-            self._at_resume = self._resumes
-            self._saves.step_begins()
-            yield self._position
+        try:
+            while self._position < total and not self.should_stop:
+                self._require_resumed("the next step")
+                self._position += 1
+                self._at_resume = self._resumes
+                self._saves.step_begins()
+                yield self._position
+        finally:
+            self._at_resume = None
 
     def _require_resumed(self, what: str) -> None:
         if self._resumed != "yes":

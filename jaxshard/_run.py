@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxshard import _branching, _reader
 from jaxshard._branching import find_step
@@ -13,6 +13,8 @@ from jaxshard._errors import (
     NotFoundError,
     StorageError,
 )
+from jaxshard._keep import Keep
+from jaxshard._keeping import Keeper
 from jaxshard._reader import Checkpoint
 from jaxshard._registry import Shown
 from jaxshard._steps import StepDir
@@ -51,6 +53,16 @@ class Run(Shown):
         """The newest committed step, None if there is none."""
         steps = self.all_steps()
         return steps[-1] if steps else None
+
+    def best_step(self, metric: str, *, mode: Literal["min", "max"] = "min") -> int | None:
+        """The best step by a metric that came with a save or by `record`; None if none has it.
+
+        Args:
+          metric: its name.
+          mode: whether the smallest or the largest is best. NaN never is.
+        """
+        keep = Keep(best=1, metric=metric, mode=mode)
+        return Keeper(self._store, keep).best_step(_branching.look(self._store))
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Open one step; the newest one if None.

@@ -268,6 +268,11 @@ def test_the_best_step_is_kept_and_found_also_by_metrics_that_come_later(tmp_pat
         run.save(6, state_of(6))
         run.record(6, {"loss": 0.25, "accuracy": 0.9})  # while it is being saved
         assert run.best_step() == 6
+    reader = jaxshard.open(root)
+    assert reader.best_step("loss") == 6
+    assert reader.best_step("loss", mode="max") == 4
+    assert reader.best_step("accuracy", mode="max") == 6
+    assert reader.best_step("perplexity") is None
 
 
 def test_metrics_are_numbers_of_steps_that_are_there(tmp_path):
@@ -294,7 +299,7 @@ def test_the_ledger_tells_the_story_and_a_hook_hears_it(tmp_path):
         run.resume(state_of(0))
     told = [(e["event"], e.get("step")) for e in events(root, *_EVENTS)]
     assert [one for one in told if one[0] != "prune"] == [  # that is written behind a save
-        ("start", None), ("fresh", None), ("save", 2), ("save", 4), ("end", 4),
+        ("start", None), ("fresh", None), ("going", 1), ("save", 2), ("save", 4), ("end", 4),
         ("start", None), ("resume", 4), ("end", None),
     ]  # fmt: skip
     assert [e["names"] for e in events(root, "prune")] == [["step_00000002"]]
@@ -310,7 +315,7 @@ def test_the_ledger_tells_the_story_and_a_hook_hears_it(tmp_path):
     assert json.dumps(heard)
 
 
-_EVENTS = ("start", "fresh", "resume", "save", "prune", "end")
+_EVENTS = ("start", "fresh", "resume", "going", "save", "prune", "end")
 
 
 def test_failed_and_skipped_saves_are_in_the_ledger(tmp_path, monkeypatch, caplog):
@@ -437,6 +442,15 @@ def test_a_loop_goes_on_from_where_a_rollback_has_led(tmp_path):
             run.maybe_save(step, state)
         assert seen == [1, 2, 3, 4, 5, 3, 4, 5, 6]
         assert run.all_steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_loop_that_was_left_does_not_stand_in_the_way(tmp_path):
+    with ResumeManager(tmp_path / "run", when=Every(steps=1), when_busy="wait", keep=Keep()) as run:
+        train(run, 4, "first")
+        run.rollback(2, "a spike")
+        run.resume(state_of(0))
+        run.save(3, state_of(3), wait=True)
+        assert run.all_steps() == [1, 2, 3]
 
 
 def test_a_loop_that_goes_on_without_resume_is_stopped(tmp_path):
