@@ -56,11 +56,11 @@ def live(root: Path, total: int, crashes: float, seed: int) -> dict[str, int]:
             run.maybe_save(step, state_of(step), metrics={"loss": loss(step)})
             if rng.random() < crashes:
                 break
+        run._saves.wait()
         assert_disk_use(root)
         if reached == total:
             run.close()
             return seen
-        run._saves.wait()
         if rng.random() < 0.1 and len(run.all_steps()) > 2:
             newest = jaxshard.open(root).open().path
             if newest.endswith(f"{run.latest_step():08d}"):
