@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from jaxshard import _branching, _diff, _epochs, _ledger
 from jaxshard._errors import Kind, StorageError, counted
-from jaxshard._goodput import Goodput, goodput
+from jaxshard._goodput import Goodput
 from jaxshard._registry import Shown
+from jaxshard._report import report
 from jaxshard._store import open_store
 
 _POLL_S = 0.05
@@ -277,9 +278,7 @@ class _Job:
 
     def goodput(self) -> Goodput:
         """Of the run so far."""
-        epoch = _epochs.newest(open_store(self._run))
-        step, seen = (None, None) if epoch is None else (epoch.step, epoch.seen)
-        return goodput(self._events(), step, seen)
+        return report(self._run).goodput
 
 
 def _newest(run: Path) -> str:

@@ -79,7 +79,7 @@ class Graph:
           parts: by object number, what makes its state from the leaf values.
         """
 
-        def rebuild(values: list[Any], in_place: bool) -> list[Any]:  # noqa: FBT001
+        def rebuild(values: list[Any], in_place: bool) -> list[Any]:  # noqa: FBT001  (a `Rebuild`)
             if not self._objects:
                 return []
             nnx = _nnx()

@@ -117,7 +117,7 @@ class LoadOptions:
         _require(self.timeout_s is None or self.timeout_s > 0, "timeout_s", self)
 
 
-def _require(condition: bool, field: str, options: object) -> None:  # noqa: FBT001
+def _require(condition: bool, field: str, options: object) -> None:  # noqa: FBT001  (as `assert` reads)
     if not condition:
         raise ValueError(
             f"{type(options).__name__}: {field} cannot be {getattr(options, field)!r}\n"

@@ -145,7 +145,7 @@ class Leaf(Shown):
             return raw.decode("utf-8", "surrogatepass") if leaf.kind == "str" else raw
         return values
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray":  # noqa: FBT001
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray":  # noqa: FBT001  (NumPy's)
         import numpy as np  # noqa: PLC0415
 
         return np.asarray(self.read(), dtype=dtype, copy=copy)
