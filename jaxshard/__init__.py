@@ -108,6 +108,7 @@ _ROOMS = {
     "_stats": ("LeafStats", "StatsReport", "stats"),
     "_verify": ("VerifyReport", "verify"),
 }  # fmt: skip
+_PACKAGES = ("testing",)  # `jaxshard.testing` needs no import of its own
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 _registry.displays.update(
@@ -126,6 +127,8 @@ _registry.displays.update(
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"jaxshard.{name}")
     room = _ROOM_OF.get(name)
     if room is None:
         raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
@@ -135,4 +138,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})

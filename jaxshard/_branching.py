@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxshard import _decisions, _epochs, _steps
 from jaxshard._decisions import Decision, Standing, Verdict
 from jaxshard._errors import ConflictError, Kind, NotFoundError
+from jaxshard._reader import open_checkpoint
 from jaxshard._steps import StepDir
 from jaxshard._store import Store, storage_errors
 
@@ -124,7 +125,15 @@ def rollback(store: Store, step: int, why: str, skip_batches: int) -> Decision:
             f"rollback: skip_batches must be 0 or more: {skip_batches}\nhint: skip_batches=100"
         )
     now = look(store)
-    find_step(now.branch, step, store.url)
+    name = find_step(now.branch, step, store.url).name
+    thinned_to = open_checkpoint(store.child(name).url).thinned_to
+    if thinned_to:
+        raise NotFoundError(
+            f"{store.url}: expected all of step {step}, found a part: {', '.join(thinned_to)}",
+            path=store.url,
+            step=step,
+            hint="`jaxshard ls` shows which steps are whole",
+        )
     aside = [d for d in now.committed if d.step > step and d.name not in now.standing.aside]
     with storage_errors("writing a decision to", store.url):
         return _decisions.add(

@@ -13,7 +13,8 @@ from jaxshard._epochs import Epoch
 from jaxshard._errors import StorageTimeoutError, size_text
 from jaxshard._options import LoadOptions, SaveOptions
 from jaxshard._reader import open_checkpoint
-from jaxshard._saving import SaveReport
+from jaxshard._reuse import Sharing
+from jaxshard._saving import SaveJob, SaveReport
 from jaxshard._snapshot import Budget, Staged
 from jaxshard._store import PathLike, Store, open_store
 
@@ -81,8 +82,8 @@ def save_step(
         job = _saving.prepare(
             store, tree, metadata=metadata, overwrite=overwrite, options=options, step=step
         )
-        _writing.write(job, _snapshot.stage(job.plan, job.tree.leaves, job.values))
-    report = _saving.report(job)
+        reused = _writing.write(job, _snapshot.stage(job.plan, job.tree.leaves, job.values))
+    report = _saving.report(job, reused)
     _log_saved(report)
     return report
 
@@ -147,9 +148,10 @@ def save_step_async(
     options: SaveOptions,
     *,
     overwrite: bool = False,
-    then: Callable[[], None] | None = None,
+    then: Callable[[SaveJob], None] | None = None,
     owned: bool = False,
     epoch: Epoch | None = None,
+    sharing: Sharing | None = None,
 ) -> "PendingSave":
     """`save_async` into an open store, with a step; `then` runs behind it, after the commit.
 
@@ -165,13 +167,22 @@ def save_step_async(
         options=options,
         step=step,
         epoch=epoch,
+        sharing=sharing,
     )
+    unchanged = () if job.reuse is None else job.reuse.unchanged
     copy_all = options.snapshot == "copy"
-    copied = _snapshot.copied_bytes(job.tree.leaves, job.values, copy_all=copy_all)
+    copied = _snapshot.copied_bytes(
+        job.tree.leaves, job.values, copy_all=copy_all, unchanged=unchanged
+    )
     budget_bytes = _copy_budget(options, copied)
     budget = Budget(budget_bytes)
     staged = _snapshot.stage(
-        job.plan, job.tree.leaves, job.values, budget=budget, copy_all=copy_all
+        job.plan,
+        job.tree.leaves,
+        job.values,
+        budget=budget,
+        copy_all=copy_all,
+        unchanged=unchanged,
     )
     # The writer gets no values but the staged ones, so that each is freed as it is written.
     pending = PendingSave(dataclasses.replace(job, values=()), budget, then, owned=owned)
@@ -198,11 +209,16 @@ class PendingSave:
     """
 
     def __init__(
-        self, job: _saving.SaveJob, budget: Budget, then: Callable[[], None] | None, *, owned: bool
+        self,
+        job: SaveJob,
+        budget: Budget,
+        then: Callable[[SaveJob], None] | None,
+        *,
+        owned: bool,
     ) -> None:
         self.path = job.store.url
         self.step = job.step
-        self._job: _saving.SaveJob | None = job
+        self._job: SaveJob | None = job
         self._began = job.began
         self._then = then
         self._owned = owned  # by a ResumeManager, which tells of errors in its own way
@@ -244,12 +260,12 @@ class PendingSave:
     def _work(self) -> None:
         assert self._job is not None
         try:
-            _writing.write(self._job, self._arrivals())
+            reused = _writing.write(self._job, self._arrivals())
             self._filled.wait()
-            self._report = _saving.report(self._job, blocked_s=self._blocked_s)
+            self._report = _saving.report(self._job, reused, blocked_s=self._blocked_s)
             _log_saved(self._report)
             if self._then is not None:
-                self._then()
+                self._then(self._job)
         except BaseException as e:  # noqa: BLE001  (raised by wait, or by the next call)
             self._error = e
             if not self._owned:

@@ -21,6 +21,7 @@ import itertools
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -186,6 +187,23 @@ def _rename_noreplace(temporary: Path, path: Path) -> bool:
     )
 
 
+def link(path: Path, new: Path) -> bool:
+    """Give a durable file a second name, which is durable once its directory is synced.
+
+    Returns:
+      Whether it has it; False if the file is gone, or file systems do not do that with it.
+    """
+    try:
+        os.link(path, new)
+    except FileNotFoundError:
+        return False
+    except OSError as e:
+        if e.errno not in _NO_LINK | {errno.EXDEV}:
+            raise
+        return False
+    return True
+
+
 def replace(path: Path, data: bytes) -> None:
     """Let `path` hold all of `data` instead of what it held, at once."""
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
@@ -234,6 +252,17 @@ def changed_at(path: Path) -> float | None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it goes on meanwhile
             newest = max(newest or 0.0, one.lstat().st_mtime)
     return newest
+
+
+def own_bytes(path: Path) -> int:
+    """Bytes of files at or below `path` that have no other name: those that its removal frees."""
+    inside = (Path(here, name) for here, _, names in os.walk(path) for name in names)
+    nbytes = 0
+    for one in itertools.chain([path], inside):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it goes on meanwhile
+            found = one.lstat()
+            nbytes += found.st_size if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 else 0
+    return nbytes
 
 
 @functools.lru_cache(maxsize=64)

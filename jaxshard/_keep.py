@@ -5,7 +5,7 @@ What is kept stays kept when the rest is deleted and the question is asked again
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -34,6 +34,9 @@ class Keep:
 
     The newest committed step and protected ones are always kept. `Keep()` keeps all.
 
+    With `thin_to`, of the older ones only a part is kept: they become checkpoints of that part,
+    which can be loaded, but not resumed from.
+
     Attributes:
       last: how many of the newest.
       every_steps: multiples of this, for good.
@@ -41,6 +44,9 @@ class Keep:
       best: how many with the best `metric`.
       metric: name of a number that came with `maybe_save`, `save` or `record`.
       mode: whether the smallest or the largest are best. NaN is never among them.
+      thin_to: patterns of the leaves that stay of older steps, as in `select`: `"params/**"`.
+      full_last: how many of the newest stay whole; one more than 1 for when the newest is damaged.
+        Protected ones stay whole too.
 
     Example:
       >>> import jaxshard
@@ -57,9 +63,11 @@ class Keep:
     best: int | None = None
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
+    thin_to: str | Sequence[str] | None = None
+    full_last: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("last", "every_steps", "best"):
+        for name in ("last", "every_steps", "best", "full_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Keep: {name} must be at least 1: {value}\nhint: Keep({name}=3)")
@@ -93,6 +101,15 @@ class Keep:
         if self.best is not None:
             kept |= {s.step for s in self.ranked(ordered)[: self.best]}
         return kept
+
+    def thinned(self, steps: Iterable[KeptStep]) -> set[int]:
+        """Of these committed steps, the numbers of those to keep a part of."""
+        if self.thin_to is None:
+            return set()
+        ordered = sorted(steps, key=lambda s: s.step)
+        whole = {s.step for s in ordered[-self.full_last :]}
+        whole |= {s.step for s in ordered if s.protected}
+        return self.kept(ordered) - whole
 
     @property
     def keeps_all(self) -> bool:

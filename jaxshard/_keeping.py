@@ -10,6 +10,7 @@ from jaxshard import _ledger, _steps
 from jaxshard._branching import Look
 from jaxshard._errors import CorruptionError, FormatError, NotFoundError
 from jaxshard._keep import Keep, KeptStep
+from jaxshard._match import as_patterns
 from jaxshard._reader import Checkpoint, open_checkpoint
 from jaxshard._steps import StepDir
 from jaxshard._store import Store
@@ -60,6 +61,17 @@ class Keeper:
             numbers = self._keep.kept(one for one in known.values() if one is not None)
             kept |= {d.name for d, one in known.items() if one is None or d.step in numbers}
         return kept
+
+    def thinned(self, now: Look) -> list[StepDir]:
+        """The steps of which only a part is to stay."""
+        known = {d: self._kept_step(d, now) for d in now.branch}
+        numbers = self._keep.thinned(one for one in known.values() if one is not None)
+        return [d for d, one in known.items() if one is not None and d.step in numbers]
+
+    @property
+    def thin_to(self) -> list[str]:
+        """Patterns of what stays of them."""
+        return as_patterns(self._keep.thin_to) or []
 
     def _kept_step(self, step_dir: StepDir, now: Look) -> KeptStep | None:
         """What a rule has to know of a step; None if it is not to be read."""

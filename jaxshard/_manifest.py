@@ -12,7 +12,7 @@ import gc
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
@@ -37,6 +37,20 @@ class ProcessRecord:
     table_digest: str
 
 
+class ReusedLeaf(NamedTuple):
+    """Of a leaf: what it shares with the step before.
+
+    Attributes:
+      pieces: how many of its files are those of that step.
+      nbytes: bytes of their elements.
+      saves: how many steps in a row have shared a file of it.
+    """
+
+    pieces: int = 0
+    nbytes: int = 0
+    saves: int = 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything about a checkpoint but its data."""
@@ -47,10 +61,12 @@ class Manifest:
     created: str
     metadata: Mapping[str, Any]
     environment: Mapping[str, Any]
-    compression: str | None
+    compression: Literal["zstd"] | None
     tree: TreeSpec
     processes: tuple[ProcessRecord, ...]
     epoch: int | None = None
+    reused: Mapping[str, ReusedLeaf] = dataclasses.field(default_factory=dict)
+    thinned_to: tuple[str, ...] = ()
     version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
@@ -73,6 +89,10 @@ class Manifest:
             "step": self.step,
             **tree_to_json(self.tree),
         }
+        if self.reused:
+            body["reused"] = {name: leaf._asdict() for name, leaf in self.reused.items()}
+        if self.thinned_to:
+            body["thinned_to"] = self.thinned_to
         text = canonical(body)
         digest = xxhash.xxh3_128_hexdigest(text)
         return text[:-1] + f',"xxh3_128":"{digest}"}}\n'.encode()
@@ -161,6 +181,7 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     require(step is None or (type(step) is int and step >= 0), "step", step)
     require(body["compression"] in (None, "zstd"), "compression", body["compression"])
     tree = tree_from_json(body)
+    reused = {name: _reused_leaf(fields) for name, fields in body.get("reused", {}).items()}
     processes = tuple(
         ProcessRecord(int(p["table_bytes"]), str(p["table_xxh3_128"])) for p in body["processes"]
     )
@@ -177,5 +198,13 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         tree=tree,
         processes=processes,
         epoch=body["epoch"],
+        reused=reused,
+        thinned_to=tuple(map(str, body.get("thinned_to", ()))),
         version=body["a_version"],
     )
+
+
+def _reused_leaf(fields: dict[str, Any]) -> ReusedLeaf:
+    found = ReusedLeaf(*(fields[name] for name in ReusedLeaf._fields))
+    require(all(type(n) is int and n >= 0 for n in found), "reused", fields)
+    return found

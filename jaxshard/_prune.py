@@ -30,7 +30,7 @@ class PruneReport(Shown):
       path: the run or checkpoint.
       steps: directories of committed steps that `keep` released.
       leftovers: attempts, temporary files and uncommitted steps that dead writers left behind.
-      nbytes: bytes freed.
+      nbytes: bytes freed: of files that no step shares which stays.
       recent: leftovers that stay, because something in them changed within `older_than_s`.
       damaged: committed steps that are not whole; they stay, and do not count for `keep`.
       dry_run: whether nothing was deleted.
@@ -172,7 +172,7 @@ class _Sweep:
 
     def _delete_step(self, name: str) -> None:
         self._steps.append(name)
-        self._nbytes += self._bytes_below(name)
+        self._nbytes += self._store.own_bytes(name)
         if self._dry_run:
             return
         child = self._store.child(name)
@@ -219,7 +219,7 @@ class _Sweep:
             self._recent.append(name)
             return False
         self._leftovers.append(name)
-        self._nbytes += self._bytes_below(name)
+        self._nbytes += self._store.own_bytes(name)
         if not self._dry_run:
             self._store.remove_tree(name)
         return True
@@ -229,11 +229,6 @@ class _Sweep:
         if changed is None:  # a store without times, or it has just gone
             return self._older_than_s == 0
         return time.time() - changed >= self._older_than_s
-
-    def _bytes_below(self, name: str) -> int:
-        own = self._store.size(name)
-        below = self._store.child(name)
-        return own if own is not None else sum(below.size(file) or 0 for file in below.walk())
 
     def _url(self, name: str) -> str:
         return self._store.child(name).url

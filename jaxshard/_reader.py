@@ -20,7 +20,7 @@ from jaxshard._errors import (
     bullet_list,
     size_text,
 )
-from jaxshard._manifest import FILE, Manifest
+from jaxshard._manifest import FILE, Manifest, ReusedLeaf
 from jaxshard._match import dead_patterns
 from jaxshard._patterns import matches_any
 from jaxshard._registry import Shown
@@ -58,6 +58,7 @@ class LeafInfo(NamedTuple):
       zarr_path: of its Zarr array below `Checkpoint.zarr_root`, None if it is packed or no array.
       same_as: name of the leaf that is the same array.
       digest: xxh3-128 over its tiles, equal for equal elements on an equal grid.
+      reused: what it shares with the step before, None if nothing.
     """
 
     name: str
@@ -78,6 +79,7 @@ class LeafInfo(NamedTuple):
     zarr_path: str | None
     same_as: str | None
     digest: str | None
+    reused: ReusedLeaf | None
 
 
 class Leaf(Shown):
@@ -196,6 +198,8 @@ class Checkpoint(Shown, Mapping[str, Leaf]):
       metadata: what was given to `save`.
       environment: versions and flags at the time of the save.
       created: when it was committed, UTC.
+      thinned_to: patterns of the leaves that were left of it (`Keep(thin_to=)`); empty if it is
+        whole.
 
     Example:
       >>> import jaxshard, numpy as np
@@ -213,6 +217,7 @@ class Checkpoint(Shown, Mapping[str, Leaf]):
         self.metadata = dict(manifest.metadata)
         self.environment = dict(manifest.environment)
         self.created = manifest.created
+        self.thinned_to = manifest.thinned_to
         self._numbers = {leaf.name: i for i, leaf in enumerate(manifest.tree.leaves)}
 
     @functools.cached_property
@@ -233,6 +238,11 @@ class Checkpoint(Shown, Mapping[str, Leaf]):
     def nbytes(self) -> int:
         """Bytes of all elements, those of shared arrays once."""
         return self._manifest.nbytes
+
+    @property
+    def reused_nbytes(self) -> int:
+        """Bytes of elements whose files are also those of the step before."""
+        return sum(leaf.nbytes for leaf in self._manifest.reused.values())
 
     def leaf_spec(self, name: str) -> LeafSpec:
         """All that the manifest keeps of a leaf; of a shared one, with the first one's layout."""
@@ -277,6 +287,7 @@ class Checkpoint(Shown, Mapping[str, Leaf]):
             zarr_path=None if layout is None or layout.packed else layout.path,
             same_as=None if own.same_as is None else leaf.name,
             digest=leaf.digest,
+            reused=self._manifest.reused.get(leaf.name),
         )
 
     def __getitem__(self, name: str) -> Leaf:

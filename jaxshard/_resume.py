@@ -7,7 +7,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -70,6 +70,11 @@ class ResumeManager:
         needs.
       lease_s: how long another job may give no sign of life until it is taken for dead, in seconds.
       takeover: begin at once, even beside a job that is alive.
+      frozen: patterns of leaves that training never changes, as in `select`. Files of a leaf that
+        equals that of the step before are shared with it in any case; these are not even copied
+        from their device for a look at them.
+      reuse_max: how many steps in a row may share a file, until it is written anew, so that one
+        bad sector cannot spoil all; 0 shares none.
       on_event: called with a mapping for each event of the ledger, on the thread where it happens.
       options: see `SaveOptions`.
 
@@ -107,6 +112,8 @@ class ResumeManager:
         grace_s: float | None = None,
         lease_s: float = 60.0,
         takeover: bool = False,
+        frozen: str | Iterable[str] = (),
+        reuse_max: int = 20,
         on_event: Callable[[Mapping[str, Any]], None] | None = None,
         options: SaveOptions = SaveOptions(),
     ) -> None:
@@ -120,6 +127,10 @@ class ResumeManager:
             raise ValueError(
                 f"ResumeManager: lease_s={lease_s}, grace_s={grace_s}: expected more than 0\n"
                 "hint: lease_s=60"
+            )
+        if reuse_max < 0:
+            raise ValueError(
+                f"ResumeManager: reuse_max must be 0 or more: {reuse_max}\nhint: reuse_max=20"
             )
         in_drill = os.environ.get(_epochs.DRILL_ROOT)
         if in_drill:  # see `jaxshard drill`
@@ -142,7 +153,13 @@ class ResumeManager:
         with contextlib.ExitStack() as undo:
             undo.callback(self._stop.close)
             self._writer = RunWriter(
-                self._store, keep, lease_s=lease_s, takeover=takeover, on_event=on_event
+                self._store,
+                keep,
+                frozen=[frozen] if isinstance(frozen, str) else list(frozen),
+                reuse_max=reuse_max,
+                lease_s=lease_s,
+                takeover=takeover,
+                on_event=on_event,
             )
             undo.callback(self._writer.epoch.end)
             self._saves = Saves(self._store, self._writer, on_save_error)
@@ -187,16 +204,20 @@ class ResumeManager:
         self._require_open()
         self.wait_until_finished()
         began = time.monotonic()
-        skipped: set[str] = set()  # also where that cannot be written down
+        skipped: dict[str, str] = {}  # also where that cannot be written down
         while steps := [d for d in self._branch() if d.name not in skipped]:
             step_dir = steps[-1]
             try:
-                state, nbytes = self._load_onto(step_dir, like)
+                checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
+                if checkpoint.thinned_to:
+                    skipped[step_dir.name] = f"thinned to {', '.join(checkpoint.thinned_to)}"
+                    continue
+                state, nbytes = self._load_onto(checkpoint, like)
             except (CorruptionError, NotFoundError, NotCommittedError) as e:
                 url = self._store.child(step_dir.name).url
                 why = str(e).splitlines()[0].removeprefix(f"{url}: ")
                 logger.warning("step %d is damaged and is skipped: %s", step_dir.step, e)
-                skipped.add(step_dir.name)
+                skipped[step_dir.name] = why
                 self._writer.fall_back(step_dir, why)
                 continue
             self._begin_at(step_dir.step)
@@ -204,7 +225,7 @@ class ResumeManager:
             self._writer.ledger.add("resume", step=step_dir.step, seconds=seconds, nbytes=nbytes)
             logger.info("resumed %s at step %d", self.path, step_dir.step)
             return state, step_dir.step
-        self._require_nothing_there()
+        self._require_nothing_there(skipped)
         state = self._fresh(like, init)
         self._begin_at(0)
         self._saves.last = -1
@@ -221,11 +242,11 @@ class ResumeManager:
         self._going = False
         self._saves.begin_at(step)
 
-    def _require_nothing_there(self) -> None:
+    def _require_nothing_there(self, skipped: Mapping[str, str]) -> None:
         """A run whose steps all do not count is never begun anew."""
-        others = _branching.look(self._store).others
+        others = {**skipped, **_branching.look(self._store).others}
         if others:
-            lines = tuple(f"{name}: {why}" for name, why in others.items())
+            lines = tuple(f"{name}: {why}" for name, why in sorted(others.items()))
             title = f"{self.path}: none of {len(lines)} committed steps is sound:"
             raise CorruptionError(
                 bullet_list(title, lines),
@@ -235,13 +256,13 @@ class ResumeManager:
                 f"`jaxshard undo {self.path}` takes back the last mark or rollback",
             )
 
-    def _load_onto(self, step_dir: StepDir, like: Any) -> tuple[Any, int]:
-        checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
+    def _load_onto(self, checkpoint: Checkpoint, like: Any) -> tuple[Any, int]:
         _warn_of_other_environment(checkpoint)
         options = LoadOptions(donatable=True, release_like=True)
         request = _loading.LoadArguments(options=options)
         state, report = _loading.load_tree(checkpoint, like, request, in_place=True)
         _checkpoint.log_loaded(report)
+        self._writer.resumed_from(checkpoint)
         return state, report.bytes_read
 
     def _fresh(self, like: Any, init: Callable[[], Any] | None) -> Any:
@@ -556,7 +577,7 @@ class ResumeManager:
           skip_batches: how many batches of data to leave out from there on; see `skip_batches`.
 
         Raises:
-          NotFoundError: no such step was committed.
+          NotFoundError: no such step was committed, or only a part of it was kept (`thin_to`).
         """
         self._require_open()
         self.wait_until_finished()

@@ -91,9 +91,10 @@ class Saves:
             step,
             metadata,
             options,
-            then=lambda: self._writer.saved(step_dir),
+            then=lambda job: self._writer.saved(step_dir, job),
             owned=True,
             epoch=self._writer.epoch,
+            sharing=self._writer.sharing,
         )
         self.history.append(SavedStep(step, began))
         self._pace.save_began(time.monotonic() - began)
@@ -151,12 +152,14 @@ class Saves:
                 "save",
                 step=step,
                 nbytes=report.nbytes,
+                reused=report.reused_nbytes,
                 seconds=report.seconds,
                 blocked_s=report.blocked_s,
                 cost_s=cost_s,
             )
         else:
             self._failures += 1
+            self._writer.failed()
             saved = saved._replace(took_s=time.monotonic() - saved.clock_s)
             self._writer.ledger.add("save-failed", step=step, error=str(error))
         self.history.append(saved)

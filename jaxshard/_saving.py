@@ -29,8 +29,10 @@ from jaxshard._errors import (
     rate_text,
     size_text,
 )
+from jaxshard._manifest import Manifest
 from jaxshard._options import SaveOptions
 from jaxshard._registry import Shown
+from jaxshard._reuse import Marks, Reuse, Sharing, marks_of
 from jaxshard._spec import Layout, LeafSpec, TreeSpec, stored_shape
 from jaxshard._store import Store, storage_errors
 
@@ -46,6 +48,7 @@ class SaveReport(Shown):
       path: the checkpoint.
       step: its step, if it has one.
       nbytes: bytes of all elements, those of shared arrays once.
+      reused_nbytes: bytes of those whose files are also those of the step before: not written.
       files: number of files with data.
       seconds: wall time from the call to the commit.
       blocked_s: how long the caller was kept; less than `seconds` for `save_async`.
@@ -54,6 +57,7 @@ class SaveReport(Shown):
     path: str
     step: int | None
     nbytes: int
+    reused_nbytes: int
     files: int
     seconds: float
     blocked_s: float
@@ -65,6 +69,8 @@ class SaveReport(Shown):
 
     def __str__(self) -> str:
         what = f"{size_text(self.nbytes)} in {counted(self.files, 'file')}"
+        if self.reused_nbytes:
+            what += f" ({size_text(self.reused_nbytes)} of it not changed, and not written)"
         text = f"{self.path}: saved {what}, {self.seconds:.2f} s"
         text += f" ({rate_text(self.nbytes, self.seconds)})"
         waited = self.blocked_s < self.seconds
@@ -73,7 +79,10 @@ class SaveReport(Shown):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """A save that was checked and planned; nothing has been written."""
+    """A save that was checked and planned; nothing has been written.
+
+    `draft` is what the manifest says but for the files, if that is not of a new save.
+    """
 
     store: Store
     attempt: str
@@ -84,8 +93,11 @@ class SaveJob:
     metadata: Mapping[str, Any]
     step: int | None
     epoch: Epoch | None
+    reuse: Reuse | None
+    marks: Marks
     overwrite: bool
     began: float
+    draft: Manifest | None = None
 
     @property
     def window_bytes(self) -> int:
@@ -117,6 +129,7 @@ def prepare(
     options: SaveOptions,
     step: int | None = None,
     epoch: Epoch | None = None,
+    sharing: Sharing | None = None,
 ) -> SaveJob:
     """Check and plan a save; raises whatever speaks against it before a byte is written."""
     began = time.monotonic()
@@ -140,6 +153,8 @@ def prepare(
         metadata=metadata,
         step=step,
         epoch=epoch,
+        reuse=None if sharing is None else sharing.of(leaves, flat.values, options),
+        marks={} if sharing is None else marks_of(leaves, flat.values),
         overwrite=overwrite,
         began=began,
     )
@@ -212,13 +227,14 @@ def layout_for(
     return Layout("", stored_type, per_byte, stored, piece, tile, packed)
 
 
-def report(job: SaveJob, *, blocked_s: float | None = None) -> SaveReport:
+def report(job: SaveJob, reused_nbytes: int = 0, *, blocked_s: float | None = None) -> SaveReport:
     """The report of a job that was committed just now."""
     seconds = time.monotonic() - job.began
     return SaveReport(
         path=job.store.url,
         step=job.step,
         nbytes=sum(leaf.nbytes for leaf in job.tree.leaves if leaf.layout is not None),
+        reused_nbytes=reused_nbytes,
         files=len(job.plan.pieces) + job.plan.segments,
         seconds=seconds,
         blocked_s=seconds if blocked_s is None else blocked_s,

@@ -9,7 +9,7 @@ budget that makes the caller wait when it is spent.
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Staged(NamedTuple):
 
     Attributes:
       of: the piece or the stretch.
-      values: its elements.
+      values: its elements; none of a piece that is not to be looked at.
       release: to be called when they were written.
       views: whether they are memory of the arrays themselves, and so cost none.
     """
@@ -78,6 +78,7 @@ def stage(
     *,
     budget: Budget | None = None,
     copy_all: bool = False,
+    unchanged: Collection[int] = (),
 ) -> Iterator[Staged]:
     """Bring the pieces, then the stretches of pack entries of a plan to host memory, in its order.
 
@@ -88,11 +89,15 @@ def stage(
       budget: None for a synchronous save, where nobody changes a value meanwhile: nothing is
         copied that does not have to be. Else copies are made now and charged to it.
       copy_all: copy even what a view would protect.
+      unchanged: leaves whose pieces are not to be looked at.
     """
     staging = _Staging(plan, leaves, values)
     stretches = itertools.chain.from_iterable(plan.stretches())
     tasks: Iterator[Piece | Stretch] = itertools.chain(plan.each_piece(leaves), stretches)
     for task in tasks:
+        if isinstance(task, Piece) and task.leaf in unchanged:
+            yield Staged(task, [], _nothing, views=True)
+            continue
         parts = staging.parts(task)
         views = staging.shards(task.leaf).views
         if budget is None or (views and not copy_all):
@@ -186,12 +191,20 @@ def _releaser(budget: Budget, nbytes: int) -> Callable[[], None]:
     return lambda: budget.release(nbytes)
 
 
-def copied_bytes(leaves: Sequence[LeafSpec], values: Sequence[Any], *, copy_all: bool) -> int:
+def copied_bytes(
+    leaves: Sequence[LeafSpec],
+    values: Sequence[Any],
+    *,
+    copy_all: bool,
+    unchanged: Collection[int] = (),
+) -> int:
     """Bytes that an asynchronous snapshot would copy."""
     return sum(
         leaf.nbytes
-        for leaf, value in zip(leaves, values, strict=True)
-        if leaf.layout is not None and (copy_all or not _arrays.is_view(leaf, value))
+        for number, (leaf, value) in enumerate(zip(leaves, values, strict=True))
+        if leaf.layout is not None
+        and number not in unchanged
+        and (copy_all or not _arrays.is_view(leaf, value))
     )
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
 from jaxshard import _dtypes
@@ -164,6 +165,51 @@ def walk(root: Node | int) -> Iterator[tuple[str, Node | int]]:
         if isinstance(here, Node):
             names = [join(name, c) for c in components(child_keys(here))]
             stack.extend(reversed(list(zip(names, here.children, strict=True))))
+
+
+def part_of(tree: TreeSpec, chosen: AbstractSet[int]) -> tuple[TreeSpec, list[int]]:
+    """The tree with only these leaves; the names stay.
+
+    A sequence or named tuple that lost a leaf becomes a dict by index or field, so that nothing
+    moves to another's place; a container that lost everything goes too. Of leaves that are the
+    same array the first that is chosen gets its data.
+
+    Returns:
+      It, and the number that each of its leaves has in `tree`.
+    """
+    numbers: list[int] = []
+    root = _part(tree.root, chosen, numbers)
+    owners: dict[int, int] = {}
+    leaves = []
+    for number, old in enumerate(numbers):
+        leaf, first = tree.leaves[old], tree.leaves[old].same_as
+        owner = owners.setdefault(old if first is None else first, number)
+        if owner != number:
+            leaf = leaf._replace(same_as=owner)
+        elif first is not None:
+            whole = tree.leaves[first]
+            leaf = leaf._replace(same_as=None, layout=whole.layout, digest=whole.digest)
+        leaves.append(leaf)
+    empty = Node("dict", (), ())
+    return TreeSpec(empty if root is None else root, tuple(leaves), tree.meshes), numbers
+
+
+def _part(node: Node | int, chosen: AbstractSet[int], numbers: list[int]) -> Node | int | None:
+    if isinstance(node, int):
+        if node not in chosen:
+            return None
+        numbers.append(node)
+        return len(numbers) - 1
+    each = zip(child_keys(node), node.children, strict=True)
+    parts = [(key, _part(child, chosen, numbers)) for key, child in each]
+    there = [(key, part) for key, part in parts if part is not None]
+    if parts and not there:
+        return None
+    children = tuple(part for _, part in there)
+    if len(there) == len(parts):
+        return dataclasses.replace(node, children=children)
+    by_key: NodeType = "object" if node.type == "object" else "dict"
+    return Node(by_key, tuple(key for key, _ in there), children, node.class_name)
 
 
 def join(parent: str, component: str) -> str:

@@ -10,7 +10,7 @@ import errno
 import functools
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,13 @@ class Syncer(Protocol):
     def write(self, key: str, data: Any) -> None:
         """Write a new file."""
 
-    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Future[None]:
+    def write_parts(
+        self, key: str, parts: Iterable[Iterable[Any]], instead: Callable[[], bool] | None = None
+    ) -> Future[bool]:
         """Begin to write a new file from buffers that are made as it goes on."""
+
+    def link(self, key: str, url: str) -> bool:
+        """Let a new file be another name of one that is durable; False if that cannot be."""
 
     def written(self, key: str) -> None:
         """Begin to make a file durable that TensorStore has written."""
@@ -97,6 +102,9 @@ class Store(Protocol):
 
     def changed_at(self, key: str) -> float | None:
         """When anything at or below a key last changed, in seconds since 1970; None if unknown."""
+
+    def own_bytes(self, key: str) -> int:
+        """Bytes of files at or below a key that have no other name."""
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be written, None if there is no such limit."""
@@ -258,6 +266,10 @@ class LocalStore:
         """When anything at or below a key last changed."""
         return _durable.changed_at(self._root / key)
 
+    def own_bytes(self, key: str) -> int:
+        """Bytes of files at or below a key that have no other name."""
+        return _durable.own_bytes(self._root / key)
+
     def free_bytes(self) -> int | None:
         """Space that this user may still take on the disk of the directory."""
         here = self._root
@@ -382,6 +394,11 @@ class MemoryStore:
         del key
         return None
 
+    def own_bytes(self, key: str) -> int:
+        """Bytes of files at or below a key."""
+        below = self.child(key)
+        return self.size(key) or sum(below.size(file) or 0 for file in below.walk())
+
     def free_bytes(self) -> int | None:
         """No limit is known."""
         return None
@@ -401,13 +418,21 @@ class _Unsynced:
     def write(self, key: str, data: Any) -> None:
         self._store.write(key, data)
 
-    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Future[None]:
-        # Copied one by one: each is valid until the next is asked for.
-        copies = (bytes(memoryview(b).cast("B")) for buffers in parts for b in buffers)
-        self._store.write(key, b"".join(copies))
-        written: Future[None] = Future()
-        written.set_result(None)
+    def write_parts(
+        self, key: str, parts: Iterable[Iterable[Any]], instead: Callable[[], bool] | None = None
+    ) -> Future[bool]:
+        there = instead is not None and instead()
+        if not there:
+            # Copied one by one: each is valid until the next is asked for.
+            copies = (bytes(memoryview(b).cast("B")) for buffers in parts for b in buffers)
+            self._store.write(key, b"".join(copies))
+        written: Future[bool] = Future()
+        written.set_result(there)
         return written
+
+    def link(self, key: str, url: str) -> bool:
+        del key, url
+        return False
 
     def written(self, key: str) -> None:
         pass

@@ -2,7 +2,7 @@
 
 import errno
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -41,24 +41,52 @@ class Syncing:
             file.end()
         self.written(key)
 
-    def write_parts(self, key: str, parts: Iterable[Iterable[Any]]) -> Future[None]:
+    def write_parts(
+        self,
+        key: str,
+        parts: Iterable[Iterable[Any]],
+        instead: Callable[[], bool] | None = None,
+    ) -> Future[bool]:
         """Begin to write a file that does not exist yet, from buffers made on one of the threads.
+
+        Args:
+          key: of the file.
+          parts: its bytes.
+          instead: called first, on that thread; if it is true the file is there by now.
+
+        Returns:
+          What `instead` has returned.
 
         Raises:
           FileExistsError: by the future: it exists.
         """
         path = self._root / key
         self._directories.add(path.parent)
-        return self._workers.start(lambda: self._write_parts(path, parts))
+        return self._workers.start(lambda: self._write_parts(path, parts, instead))
 
-    def _write_parts(self, path: Path, parts: Iterable[Iterable[Any]]) -> None:
+    def _write_parts(
+        self, path: Path, parts: Iterable[Iterable[Any]], instead: Callable[[], bool] | None
+    ) -> bool:
         self._raise_error()
+        if instead is not None and instead():
+            return True
         with self._files.create(path) as file:
             for buffers in parts:
                 self._raise_error()  # the file may be about to be removed
                 file.write(buffers)
             file.end()
             _durable.sync_file(file.fd)
+        return False
+
+    def link(self, key: str, url: str) -> bool:
+        """Let a file that does not exist yet be another name of one that is durable.
+
+        Returns:
+          Whether it is. Else nothing was done: this file system does not do that, or not so often.
+        """
+        path = self._root / key
+        self._directories.add(path.parent)
+        return _durable.link(Path(url), path)
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -9,6 +9,7 @@ Source: TensorStore's zarr3 and file drivers; what was measured is in docs/perfo
 import errno
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -196,13 +197,11 @@ class TileHasher:
     def __init__(self, scratch: Scratch | None = None) -> None:
         self._scratch = scratch or Scratch()
 
-    def digests(self, values: Array, box: Box, tiles: Lattice) -> list[tuple[int, bytes]]:
-        """(number, digest) of each tile of a box of whole tiles, in C order."""
-        out = []
+    def digests(self, values: Array, box: Box, tiles: Lattice) -> Iterator[tuple[int, bytes]]:
+        """(number, digest) of each tile of a box of whole tiles, in C order, as they are asked."""
         for tile in tiles.touching(box):
             part = values[tiles.box(tile).relative_to(box).slices]
-            out.append((tile, self.digest(part)))
-        return out
+            yield tile, self.digest(part)
 
     def digest(self, tile: Array) -> bytes:
         """Digest of the elements of one tile in C order."""

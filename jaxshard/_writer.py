@@ -3,18 +3,28 @@
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxshard import _branching, _commit, _decisions, _epochs, _steps
+from jaxshard import _branching, _commit, _decisions, _epochs, _steps, _thinning
 from jaxshard._decisions import Decision
-from jaxshard._errors import ConflictError, FormatError, JaxshardError, Kind
+from jaxshard._errors import (
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    JaxshardError,
+    Kind,
+    LeafMismatchError,
+)
 from jaxshard._identity import Identity
 from jaxshard._keep import Keep
 from jaxshard._keeping import Keeper
 from jaxshard._ledger import Event, Ledger
 from jaxshard._manifest import FILE, canonical
+from jaxshard._patterns import matches, matches_any
 from jaxshard._reader import Checkpoint, open_checkpoint
+from jaxshard._reuse import Earlier, Sharing
+from jaxshard._saving import SaveJob
 from jaxshard._steps import StepDir
 from jaxshard._store import Store, storage_errors
 
@@ -26,9 +36,14 @@ _VERSION = 1
 class RunWriter:
     """The one process that writes to a run.
 
+    Attributes:
+      sharing: what the next step may share with the one that was saved, or resumed from, last.
+
     Args:
       store: the directory of the run; made if it does not exist.
       keep: which steps to keep.
+      frozen: patterns of leaves that do not change.
+      reuse_max: how many steps in a row may share a file.
       lease_s: a writer that gives no sign of life for so long is dead.
       takeover: begin even beside one that is alive.
       on_event: see `Ledger`.
@@ -43,12 +58,15 @@ class RunWriter:
         store: Store,
         keep: Keep,
         *,
+        frozen: Sequence[str],
+        reuse_max: int,
         lease_s: float,
         takeover: bool,
         on_event: Callable[[Event], None] | None,
     ) -> None:
         self._store = store
-        self._last_saved: tuple[StepDir, dict[str, str]] | None = None  # saved, with its digests
+        self._thinned: set[str] = set()  # or tried to
+        self.sharing = Sharing(None, frozen, reuse_max)
         with storage_errors("opening", store.url):
             _make(store)
             before = _epochs.newest(store)
@@ -94,13 +112,23 @@ class RunWriter:
         last = max((d.version for d in committed | taken), default=0)
         return StepDir(step, max([last + 1, *(d.version for d in there)]))
 
-    def saved(self, step_dir: StepDir) -> None:
+    def resumed_from(self, checkpoint: Checkpoint) -> None:
+        """The next step may share files with this one."""
+        self.sharing = self.sharing._replace(earlier=Earlier(checkpoint.source, None))
+
+    def failed(self) -> None:
+        """The next save writes everything: a file that could not be shared may be why."""
+        self.sharing = self.sharing._replace(earlier=None)
+
+    def saved(self, step_dir: StepDir, job: SaveJob) -> None:
         """Behind a save: look at what was saved, and delete what is not kept.
 
         Failing at it fails no save.
         """
         try:
-            self._warn_if_stale(step_dir, open_checkpoint(self._store.child(step_dir.name).url))
+            checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
+            self._compare(checkpoint)
+            self.sharing = self.sharing._replace(earlier=Earlier(checkpoint.source, job.marks))
             gone = self._tidy(step_dir)
         except (OSError, JaxshardError) as e:
             logger.warning(
@@ -110,6 +138,38 @@ class RunWriter:
         if gone:
             self.ledger.add("prune", names=gone)
             logger.info("pruned %s: %s", self._store.url, ", ".join(gone))
+        self._thin(step_dir)
+
+    def _compare(self, checkpoint: Checkpoint) -> None:
+        """With what this process has saved before: what should differ, and what should not."""
+        earlier, frozen = self.sharing.earlier, self.sharing.frozen
+        for pattern in frozen if earlier is None or not earlier.is_ours else ():
+            if not any(matches(pattern, name) for name in checkpoint):
+                logger.warning("%s: frozen %r matches no leaf", self._store.url, pattern)
+        if earlier is None:
+            return
+        before = earlier.source.manifest
+        then = {leaf.name: leaf.digest for leaf in before.tree.leaves if leaf.digest}
+        now = {name: info.digest for name, info in checkpoint.leaves.items() if info.digest}
+        if earlier.is_ours and now and now == then:
+            # A loop that saves the state of before loses all that it has learned since.
+            logger.warning(
+                "%s: every array of step %s equals that of step %s: is an old state being saved?\n"
+                "hint: pass what the update has returned, not what was given to it",
+                self._store.url,
+                checkpoint.step,
+                before.step,
+            )
+        changed = [n for n in now if n in then and now[n] != then[n] and matches_any(frozen, n)]
+        if changed:
+            logger.warning(
+                "%s: %s frozen, and not what %s at step %s: earlier steps may hold older values\n"
+                "hint: frozen= is for what training never changes",
+                checkpoint.path,
+                f"{changed[0]!r} is" if len(changed) == 1 else f"{len(changed)} leaves are",
+                "it was" if len(changed) == 1 else "they were",
+                before.step,
+            )
 
     def _tidy(self, just_saved: StepDir) -> list[str]:
         there = _steps.step_dirs(self._store)  # first: what comes later is not ours to judge
@@ -125,18 +185,26 @@ class RunWriter:
         _commit.remove_other_attempts(child, open_checkpoint(child.url).attempt)
         return gone
 
-    def _warn_if_stale(self, just_saved: StepDir, checkpoint: Checkpoint) -> None:
-        """A loop that saves the state of before loses all that it has learned since."""
-        arrays = {n: info.digest for n, info in checkpoint.leaves.items() if info.digest}
-        before, self._last_saved = self._last_saved, (just_saved, arrays)
-        if before is not None and arrays and arrays == before[1]:
-            logger.warning(
-                "%s: every array of step %d equals that of step %d: is an old state being saved?\n"
-                "hint: pass what the update has returned, not what was given to it",
-                self._store.url,
-                just_saved.step,
-                before[0].step,
-            )
+    def _thin(self, just_saved: StepDir) -> None:
+        """Leave only a part of older steps; one that cannot be thinned stays whole."""
+        done = []
+        for step_dir in self.keeper.thinned(_branching.look(self._store)):
+            if step_dir.name in self._thinned or step_dir.step >= just_saved.step:
+                continue
+            child = self._store.child(step_dir.name)
+            try:
+                self.epoch.require_newest()
+                if _thinning.thin(child, self.keeper.thin_to, self.epoch):
+                    done.append(step_dir.name)
+            except (CorruptionError, LeafMismatchError) as e:
+                logger.warning("step %d stays whole: %s", step_dir.step, e)
+            except (OSError, JaxshardError) as e:
+                logger.warning("step %d stays whole, until the next save: %s", step_dir.step, e)
+                continue
+            self._thinned.add(step_dir.name)
+        if done:
+            self.ledger.add("thin", names=done, to=self.keeper.thin_to)
+            logger.info("thinned %s: %s", self._store.url, ", ".join(done))
 
     def record(self, step_dir: StepDir, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step that was saved."""

@@ -6,6 +6,7 @@ error nothing is left but what was there before.
 
 import dataclasses
 import datetime
+import errno
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -37,8 +38,11 @@ from jaxshard._transfer import Request
 _SPARE_BYTES = 1 << 20  # for what is not counted: directories, indices, tables, the manifest
 
 
-def write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
+def write(job: SaveJob, staged: Iterable[Staged | None]) -> int:
     """Write everything and commit; on any error, remove the attempt and leave the rest alone.
+
+    Returns:
+      Bytes of elements that were not written, since the step before has them.
 
     Raises:
       StorageError: the store failed; nothing was committed.
@@ -47,7 +51,7 @@ def write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
     try:
         with storage_errors("writing", job.store.url):
             _require_space(job)
-            _write(job, staged)
+            return _write(job, staged)
     except BaseException:
         _commit.abandon(job.store, job.attempt)
         raise
@@ -56,6 +60,7 @@ def write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
 def _require_space(job: SaveJob) -> None:
     free = job.store.free_bytes()
     needed = job.plan.nbytes + _SPARE_BYTES
+    needed -= 0 if job.reuse is None else job.reuse.expected_bytes
     if free is not None and free < needed:
         raise StorageError(
             f"{job.store.url}: expected {needed:,} free bytes, found {free:,}",
@@ -65,7 +70,7 @@ def _require_space(job: SaveJob) -> None:
         )
 
 
-def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
+def _write(job: SaveJob, staged: Iterable[Staged | None]) -> int:
     job.store.make_dirs(_directories(job))
     began, timeout_s = time.monotonic(), job.options.timeout_s
     syncing = job.store.syncing()
@@ -85,21 +90,35 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> None:
         _buffers.trim_heap()
     table = record.table().to_bytes()
     job.store.write(_source.table_file(job.attempt, 0), table)
-    manifest = _manifest.Manifest(
+    draft = job.draft if job.draft is not None else _draft(job, record.reused())
+    manifest = dataclasses.replace(
+        draft,
         attempt=job.attempt,
         nonce=secrets.token_hex(16),
-        step=job.step,
-        epoch=None if job.epoch is None else job.epoch.number,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-        metadata=job.metadata,
-        environment=_arrays.environment(),
-        compression=job.options.compression,
         tree=dataclasses.replace(job.tree, leaves=leaves),
         processes=(_manifest.ProcessRecord(len(table), _table.digest_of(table).hex()),),
     )
     if job.epoch is not None:
         job.epoch.require_newest()
     _commit.commit(job.store, manifest, overwrite=job.overwrite)
+    return sum(leaf.nbytes for leaf in manifest.reused.values())
+
+
+def _draft(job: SaveJob, reused: dict[str, _manifest.ReusedLeaf]) -> _manifest.Manifest:
+    """What the manifest of a new save says but for its files."""
+    return _manifest.Manifest(
+        attempt="",
+        nonce="",
+        step=job.step,
+        epoch=None if job.epoch is None else job.epoch.number,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        metadata=job.metadata,
+        environment=_arrays.environment(),
+        compression=job.options.compression,
+        tree=job.tree,
+        processes=(),
+        reused=reused,
+    )
 
 
 def _filed_leaves(job: SaveJob) -> list[tuple[LeafSpec, Layout]]:
@@ -135,6 +154,8 @@ class _Record:
         self.is_straight = job.options.compression is None and _piecefile.IS_FAST
         self._encoder = _piecefile.PieceEncoder()
         self._hasher = _tensors.TileHasher()
+        self._reuse = job.reuse if job.reuse is not None and job.reuse.open() else None
+        self._reused: dict[int, tuple[int, int]] = {}  # by leaf: pieces and their bytes
         self._arrays: dict[int, Any] = {}
         self._pieces: list[tuple[int, int, list[tuple[int, bytes]]]] = []
         self._entry_digests: list[bytes] = []
@@ -156,6 +177,8 @@ class _Record:
     def _piece_request(self, staged: Staged) -> Request:
         job, piece = self._job, staged.of
         assert isinstance(piece, _plan.Piece)
+        if not staged.values:
+            return self._unchanged_request(piece)
         leaf = job.tree.leaves[piece.leaf]
         layout = layout_of(leaf)
         file = _piece_file(job, piece.leaf, piece.number)
@@ -171,20 +194,29 @@ class _Record:
 
         digests: list[tuple[int, bytes]] = []
 
+        def instead() -> bool:
+            found = self._hasher.digests(values, piece.box, _plan.tile_lattice(layout))
+            return self._link_if_same(piece, found)
+
         def start() -> _transfer.Future:
             if self.is_straight:
                 parts = self._encoder.parts(values, piece.box, layout, digests)
-                return self._syncing.write_parts(file, parts)
+                return self._syncing.write_parts(file, parts, instead)
             digests.extend(self._hasher.digests(values, piece.box, _plan.tile_lattice(layout)))
+            if self._link_if_same(piece, digests):
+                return _transfer.done(True)
             if piece.leaf not in self._arrays:
                 self._arrays[piece.leaf] = _tensors.open_for_writing(
                     job.store, job.attempt, leaf, job.options.compression
                 )
             return _tensors.write_box(self._arrays[piece.leaf], piece.box, values)
 
-        def finish(_: Any) -> None:
-            self._pieces.append((piece.leaf, piece.number, digests))
+        def finish(linked: Any) -> None:
             release()
+            if linked is True:
+                self._is_reused(piece)
+                return
+            self._pieces.append((piece.leaf, piece.number, digests))
             if not self.is_straight:
                 self._syncing.written(file)
 
@@ -194,6 +226,49 @@ class _Record:
             finish,
             lambda error: _tensors.write_error(error, leaf.name, file),
         )
+
+    # What the step before has
+
+    def _link_if_same(self, piece: _plan.Piece, digests: Iterable[tuple[int, bytes]]) -> bool:
+        file = _piece_file(self._job, piece.leaf, piece.number)
+        same = self._reuse is not None and self._reuse.has(piece, digests)
+        return same and self._reuse is not None and self._reuse.link(self._syncing, file, piece)
+
+    def _unchanged_request(self, piece: _plan.Piece) -> Request:
+        """Link a file without a look at the values, or copy it where links are not made."""
+        leaf = self._job.tree.leaves[piece.leaf]
+        file = _piece_file(self._job, piece.leaf, piece.number)
+
+        def start() -> _transfer.Future:
+            if self._reuse is None:
+                raise FileNotFoundError(errno.ENOENT, "the step before has lost its tables", file)
+            if self._reuse.link(self._syncing, file, piece):
+                return _transfer.done(True)
+            return self._syncing.write_parts(file, self._reuse.contents(piece))
+
+        def finish(linked: Any) -> None:
+            self._is_reused(piece, linked=linked is True)
+
+        return Request(0, start, finish, lambda e: _tensors.write_error(e, leaf.name, file))
+
+    def _is_reused(self, piece: _plan.Piece, *, linked: bool = True) -> None:
+        assert self._reuse is not None
+        tiles = _plan.tile_lattice(layout_of(self._job.tree.leaves[piece.leaf])).touching(piece.box)
+        digests = list(zip(tiles, self._reuse.digests(piece), strict=True))
+        self._pieces.append((piece.leaf, piece.number, digests))
+        if linked:
+            pieces, nbytes = self._reused.get(piece.leaf, (0, 0))
+            self._reused[piece.leaf] = (pieces + 1, nbytes + piece.nbytes)
+
+    def reused(self) -> dict[str, _manifest.ReusedLeaf]:
+        """By name of the leaf, what it shares with the step before."""
+        return {
+            self._job.tree.leaves[leaf].name: _manifest.ReusedLeaf(
+                pieces, nbytes, self._reuse.saves(leaf)
+            )
+            for leaf, (pieces, nbytes) in self._reused.items()
+            if self._reuse is not None
+        }
 
     def _small_files(self) -> Iterator[tuple[str, bytes]]:
         attempt, filed = self._job.attempt, _filed_leaves(self._job)

@@ -25,6 +25,7 @@ from jaxshard.cli._verb import Verb, json_option, locate
 _COLORS = {
     "committed": "green",
     "protected": "green",
+    "thinned": "cyan",
     "set aside": "yellow",
     "uncommitted": "yellow",
     "replaced": "yellow",
@@ -44,6 +45,8 @@ class _Row(NamedTuple):
     leaves: int | None
     metadata: dict[str, Any] | None
     why: str | None = None
+    reused_nbytes: int = 0
+    thinned_to: tuple[str, ...] = ()
 
 
 @click.command(
@@ -54,13 +57,16 @@ class _Row(NamedTuple):
         "path": "the run or checkpoint",
         "steps[].path": "directory of the step; of an attempt with --all, its own",
         "steps[].step": "completed updates, or null",
-        "steps[].state": "committed; protected; bad (marked so); damaged; set aside (by a "
+        "steps[].state": "committed; protected; thinned (a part of it, by Keep(thin_to=): not "
+        "resumable); bad (marked so); damaged; set aside (by a "
         "rollback); unreadable (a newer version's); with --all also replaced (saved again since), "
         "late (committed by a job that had been taken over) and uncommitted (begun, never "
         "finished, or still going on)",
         "steps[].why": "of one that is bad or damaged, or null",
         "steps[].saved": "UTC, ISO 8601: when it was committed, or last changed",
         "steps[].nbytes": "bytes of its arrays in memory; of an attempt, bytes on disk",
+        "steps[].reused_nbytes": "of these, bytes in files that are also those of the step before",
+        "steps[].thinned_to": "patterns of the leaves that were left of it; empty if it is whole",
         "steps[].leaves": "number of leaves",
         "steps[].metadata": "what was given to save; metrics of a run are in it",
     },
@@ -151,14 +157,17 @@ def _rows_of(store: Store, step_dir: StepDir | None, state: str = "committed") -
 
 
 def _committed(checkpoint: Checkpoint, state: str) -> _Row:
+    thinned = state == "committed" and checkpoint.thinned_to
     return _Row(
         checkpoint.path,
         checkpoint.step,
-        state,
+        "thinned" if thinned else state,
         checkpoint.created,
         checkpoint.nbytes,
         len(checkpoint),
         checkpoint.metadata,
+        reused_nbytes=checkpoint.reused_nbytes,
+        thinned_to=checkpoint.thinned_to,
     )
 
 
@@ -193,5 +202,10 @@ def _print(store: Store, rows: list[_Row]) -> None:
 
 def _notes(row: _Row) -> str:
     metrics = (row.metadata or {}).get("metrics")
-    words = [f"{k}={v}" for k, v in metrics.items()] if isinstance(metrics, dict) else []
-    return " ".join([*words, row.why or ""]).strip()
+    numbers = [f"{k}={v}" for k, v in metrics.items()] if isinstance(metrics, dict) else []
+    notes = [" ".join(numbers), row.why]
+    if row.thinned_to:
+        notes.append(f"only {', '.join(row.thinned_to)}: not resumable")
+    if row.reused_nbytes:
+        notes.append(f"{size_text(row.reused_nbytes)} shared with the step before")
+    return "; ".join(filter(None, notes))

@@ -44,6 +44,7 @@ class _Group:
         "path, step, saved": "of the checkpoint",
         "metadata, environment": "what was given to save; versions and flags at that time",
         "nbytes": "bytes of all arrays in memory, shared ones once",
+        "reused_nbytes, thinned_to": "as in ls",
         "selected_nbytes": "of the leaves that are listed",
         "groups[].name": "a part of the tree",
         "groups[].leaves, groups[].nbytes": "what is below it",
@@ -54,6 +55,8 @@ class _Group:
         "leaves[].stored": "array (a Zarr array of its own), pack (shares files), manifest",
         "leaves[].zarr_path": "of its own array, below CKPT/ATTEMPT/data",
         "leaves[].same_as": "name of the leaf that is the same array; its bytes count there",
+        "leaves[].reused": "pieces and nbytes in files that are also those of the step before, "
+        "and how many saves in a row have shared a file; or null",
         "leaves[].digest": "equal for equal elements on an equal grid of tiles",
         "leaves[].value": "of numbers and short texts; complex: [real, imaginary]; NaN and "
         "infinities as strings",
@@ -144,6 +147,10 @@ def _print_head(ckpt: Checkpoint, leaves: list[LeafInfo], nbytes: int) -> None:
     click.echo(f"{ckpt.path}: {step}{size}, saved {saved} UTC")
     if ckpt.metadata:
         click.echo(f"metadata: {json.dumps(plain(ckpt.metadata))}")
+    if ckpt.thinned_to:
+        click.echo(f"thinned to {', '.join(ckpt.thinned_to)}: cannot be resumed from")
+    if ckpt.reused_nbytes:
+        click.echo(f"shared with the step before: {size_text(ckpt.reused_nbytes)}")
     if len(leaves) < len(ckpt):
         click.echo(f"selected: {counted(len(leaves), 'leaf')}, {size_text(nbytes)}")
     click.echo()
@@ -188,7 +195,11 @@ def _spec(info: LeafInfo) -> str:
 
 
 def _stored(info: LeafInfo) -> str:
-    return f"same as {info.same_as}" if info.same_as is not None else _place(info)
+    if info.same_as is not None:
+        return f"same as {info.same_as}"
+    if info.reused is None:
+        return _place(info)
+    return f"{_place(info)}, shared {counted(info.reused.saves, 'save')}"
 
 
 def _place(info: LeafInfo) -> str:
@@ -210,6 +221,8 @@ def _print_json(ckpt: Checkpoint, leaves: list[LeafInfo], root: _Group) -> None:
             "metadata": ckpt.metadata,
             "environment": ckpt.environment,
             "nbytes": ckpt.nbytes,
+            "reused_nbytes": ckpt.reused_nbytes,
+            "thinned_to": ckpt.thinned_to,
             "selected_nbytes": root.nbytes,
             "groups": [{"name": g.name, "leaves": g.leaves, "nbytes": g.nbytes} for g in groups],
             "leaves": [_leaf_json(ckpt, info) for info in leaves],
@@ -225,5 +238,6 @@ def _leaf_json(ckpt: Checkpoint, info: LeafInfo) -> dict[str, Any]:
     out["stored"] = _place(info)
     for field in ("zarr_path", "same_as", "digest"):
         out[field] = getattr(info, field)
+    out["reused"] = None if info.reused is None else info.reused._asdict()
     out["value"] = _value(ckpt, info)
     return out
