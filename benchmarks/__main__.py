@@ -58,6 +58,7 @@ FULL = (
     Item(("blocking",), "big", 7),
     Item(("blocking",), "leaves", 3, ("orbax", "orbax-v1", "bare-loop")),
     Item(("blocking",), "leaves8", 3, ("orbax", "orbax-v1", "bare-loop")),
+    Item(("reuse",), "big", 7),
     Item(("behind",), "mini", 3),
     Item(("subset",), "big", 7),
     Item(("subset",), "mixed", 3, ("orbax-tuned",)),
@@ -74,6 +75,7 @@ FULL = (
 QUICK = (
     Item(_BOTH, "mini", 3),
     Item(("blocking",), "mini", 3),
+    Item(("reuse",), "tiny", 1),
     Item(("behind",), "tiny-gpt2", 1),
     Item(("subset",), "mini", 3),
     Item(("memory",), "mini", 1),

@@ -210,7 +210,7 @@ class ResumeManager:
             try:
                 checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
                 if checkpoint.thinned_to:
-                    skipped[step_dir.name] = f"thinned to {', '.join(checkpoint.thinned_to)}"
+                    skipped[step_dir.name] = f"only {', '.join(checkpoint.thinned_to)} is left of it"
                     continue
                 state, nbytes = self._load_onto(checkpoint, like)
             except (CorruptionError, NotFoundError, NotCommittedError) as e:

@@ -41,8 +41,8 @@ def thin(store: Store, patterns: Sequence[str], epoch: Epoch) -> bool:
     """
     source = open_checkpoint(store.url).source
     before = source.manifest
+    _commit.remove_other_attempts(store, before.attempt)  # of a crash
     if before.thinned_to:
-        _commit.remove_other_attempts(store, before.attempt)
         return False
     names = [leaf.name for leaf in before.tree.leaves]
     chosen = selected(names, patterns)
