@@ -27,7 +27,10 @@ Select = str | Iterable[str] | None
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadArguments:
-    """The arguments of a load; see `jaxshard.load`."""
+    """The arguments of a load; see `jaxshard.load`.
+
+    With `only_renamed` saved leaves that no pattern of `rename` matches are as if not there.
+    """
 
     mesh: Any = None
     rules: _placement.Rules | None = None
@@ -35,6 +38,7 @@ class LoadArguments:
     rename: Mapping[str, str] | None = None
     cast: bool = False
     fill_missing: bool = False
+    only_renamed: bool = False
     options: LoadOptions = dataclasses.field(default_factory=LoadOptions)
 
 
@@ -253,6 +257,7 @@ def _plan_onto(load: _Load, like: Any) -> _trees.FlatTree:
         rename=request.rename,
         cast=request.cast,
         fill_missing=request.fill_missing,
+        only_renamed=request.only_renamed,
     )
     select = _match.as_patterns(request.select)
     missing = {flat.spec.leaves[n].name for n in matching.missing if request.fill_missing}

@@ -56,12 +56,20 @@ def match(
     rename: Mapping[str, str] | None = None,
     cast: bool = False,
     fill_missing: bool = False,
+    only_renamed: bool = False,
 ) -> Matching:
-    """Pair the leaves of `like` with saved ones and say all that differs."""
-    names = wanted_names(saved, rename)
-    like_names = [leaf.name for leaf in like.leaves]
+    """Pair the leaves of `like` with saved ones and say all that differs.
+
+    With `only_renamed` saved leaves that no pattern of `rename` matches are as if not there.
+    """
+    names: list[str | None] = [*wanted_names(saved, rename)]
+    if only_renamed:
+        taken = [any(matches(p, leaf.name) for p in rename or ()) for leaf in saved.leaves]
+        names = [name if take else None for name, take in zip(names, taken, strict=True)]
+    all_names = [name for name in names if name is not None]
+    all_names += [leaf.name for leaf in like.leaves]
     select = as_patterns(select)
-    chosen = selected([*names, *like_names], select)
+    chosen = selected(all_names, select)
     problems = name_clashes(names, chosen)
     by_name = {name: number for number, name in enumerate(names) if name in chosen}
     pairs, missing = [], []
@@ -87,11 +95,11 @@ def match(
     kept = {leaf.name for leaf, name in zip(saved.leaves, names, strict=True) if leaf.name == name}
     within = None if select is None and not rename else _groups_above(kept & chosen)
     problems += _containers(saved, like, within, fill_missing=fill_missing)
-    problems += dead_patterns(select or (), [*names, *like_names])
+    problems += dead_patterns(select or (), all_names)
     return Matching(pairs, missing, problems)
 
 
-def name_clashes(names: Sequence[str], chosen: set[str]) -> list[str]:
+def name_clashes(names: Sequence[str | None], chosen: set[str]) -> list[str]:
     """Names that renaming gave to two leaves, or to a leaf and a container."""
     count = Counter(name for name in names if name in chosen)
     problems = [

@@ -11,26 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import jax
 import numpy as np
 
-from jaxshard import _arrays, _branching, _checkpoint, _epochs, _loading, _saving
+from jaxshard import _branching, _checkpoint, _epochs, _saving
 from jaxshard._branching import find_step
 from jaxshard._checkpoint import PendingSave
+from jaxshard._comeback import Comeback
 from jaxshard._errors import (
     ConflictError,
-    CorruptionError,
     JaxshardError,
     Kind,
-    NotCommittedError,
-    NotFoundError,
-    bullet_list,
 )
 from jaxshard._keep import Keep
 from jaxshard._keeping import plain_metrics
-from jaxshard._options import LoadOptions, SaveOptions
+from jaxshard._options import SaveOptions
 from jaxshard._policy import Every, SavePolicy
-from jaxshard._reader import Checkpoint, open_checkpoint
 from jaxshard._saves import Saves
 from jaxshard._steps import StepDir
 from jaxshard._stopping import EXIT_CODE, StopRequest
@@ -38,10 +33,6 @@ from jaxshard._store import PathLike, open_store
 from jaxshard._writer import RunWriter
 
 logger = logging.getLogger("jaxshard")
-
-# Flags under which the same program gives other bits; a difference is worth a warning.
-_EXACTNESS = ("jax", "jaxlib", "platform", "device_kind", "enable_x64", "threefry_partitionable",
-              "default_prng_impl", "default_matmul_precision")  # fmt: skip
 
 
 class ResumeManager:
@@ -75,6 +66,9 @@ class ResumeManager:
         from their device for a look at them.
       reuse_max: how many steps in a row may share a file, until it is written anew, so that one
         bad sector cannot spoil all; 0 shares none.
+      init_from: where a fresh run begins: a run (its newest step) or a checkpoint; of several the
+        first one that is there. Not looked at when there is something to resume. See `resume` for
+        taking a part.
       on_event: called with a mapping for each event of the ledger, on the thread where it happens.
       options: see `SaveOptions`.
 
@@ -114,6 +108,7 @@ class ResumeManager:
         takeover: bool = False,
         frozen: str | Iterable[str] = (),
         reuse_max: int = 20,
+        init_from: PathLike | Sequence[PathLike] | None = None,
         on_event: Callable[[Mapping[str, Any]], None] | None = None,
         options: SaveOptions = SaveOptions(),
     ) -> None:
@@ -162,6 +157,7 @@ class ResumeManager:
                 on_event=on_event,
             )
             undo.callback(self._writer.epoch.end)
+            self._comeback = Comeback(self._store, self._writer, _paths(init_from))
             self._saves = Saves(self._store, self._writer, on_save_error)
             there = _branching.look(self._store)
             undo.pop_all()
@@ -177,7 +173,13 @@ class ResumeManager:
 
     # Coming back
 
-    def resume(self, like: Any, *, init: Callable[[], Any] | None = None) -> tuple[Any, int]:
+    def resume(
+        self,
+        like: Any,
+        *,
+        init: Callable[[], Any] | None = None,
+        mapping: Mapping[str, str] | None = None,
+    ) -> tuple[Any, int]:
         """Bring back the newest sound step, or begin a fresh run.
 
         Every leaf goes to the sharding that it has in `like`, on whatever mesh that is. The memory
@@ -192,44 +194,29 @@ class ResumeManager:
           like: the state itself; or an abstract one (`jax.ShapeDtypeStruct`s with shardings,
             `nnx.eval_shape`) together with `init`.
           init: makes the state of a fresh run; is not called when there is something to resume.
+          mapping: `{saved: wanted}` patterns: what to take from `init_from`; all other leaves are
+            those of `like`, or of `init()`. None takes the whole state, which must be the same.
 
         Returns:
           The state, and the number of updates that it has behind it (0 on a fresh run).
 
         Raises:
           LeafMismatchError: `like` is not what was saved; lists every difference. Nothing was read.
-          CorruptionError: steps are there and none is sound (kind `nothing-sound`).
+          CorruptionError: steps are there and none is sound (kind `nothing-sound`); or what
+            `init_from` names is damaged.
+          NotFoundError: a fresh run, and nothing of `init_from` is there.
           StorageError: the store failed; try again.
         """
         self._require_open()
         self.wait_until_finished()
-        began = time.monotonic()
-        skipped: dict[str, str] = {}  # also where that cannot be written down
-        while steps := [d for d in self._branch() if d.name not in skipped]:
-            step_dir = steps[-1]
-            try:
-                checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
-                if checkpoint.thinned_to:
-                    skipped[step_dir.name] = f"only {', '.join(checkpoint.thinned_to)} is left of it"
-                    continue
-                state, nbytes = self._load_onto(checkpoint, like)
-            except (CorruptionError, NotFoundError, NotCommittedError) as e:
-                url = self._store.child(step_dir.name).url
-                why = str(e).splitlines()[0].removeprefix(f"{url}: ")
-                logger.warning("step %d is damaged and is skipped: %s", step_dir.step, e)
-                skipped[step_dir.name] = why
-                self._writer.fall_back(step_dir, why)
-                continue
-            self._begin_at(step_dir.step)
-            seconds = time.monotonic() - began
-            self._writer.ledger.add("resume", step=step_dir.step, seconds=seconds, nbytes=nbytes)
-            logger.info("resumed %s at step %d", self.path, step_dir.step)
-            return state, step_dir.step
-        self._require_nothing_there(skipped)
-        state = self._fresh(like, init)
+        found = self._comeback.newest_sound(like)
+        if found is not None:
+            state, step = found
+            self._begin_at(step)
+            return state, step
+        state = self._comeback.fresh(like, init, mapping)
         self._begin_at(0)
         self._saves.last = -1
-        self._writer.ledger.add("fresh")
         return state, 0
 
     def _branch(self) -> list[StepDir]:
@@ -241,39 +228,6 @@ class ResumeManager:
         self._resumes += 1
         self._going = False
         self._saves.begin_at(step)
-
-    def _require_nothing_there(self, skipped: Mapping[str, str]) -> None:
-        """A run whose steps all do not count is never begun anew."""
-        others = {**skipped, **_branching.look(self._store).others}
-        if others:
-            lines = tuple(f"{name}: {why}" for name, why in sorted(others.items()))
-            title = f"{self.path}: none of {len(lines)} committed steps is sound:"
-            raise CorruptionError(
-                bullet_list(title, lines),
-                kind=Kind.NOTHING_SOUND,
-                path=self.path,
-                hint="restore the run from a copy, or begin a new one in another directory; "
-                f"`jaxshard undo {self.path}` takes back the last mark or rollback",
-            )
-
-    def _load_onto(self, checkpoint: Checkpoint, like: Any) -> tuple[Any, int]:
-        _warn_of_other_environment(checkpoint)
-        options = LoadOptions(donatable=True, release_like=True)
-        request = _loading.LoadArguments(options=options)
-        state, report = _loading.load_tree(checkpoint, like, request, in_place=True)
-        _checkpoint.log_loaded(report)
-        self._writer.resumed_from(checkpoint)
-        return state, report.bytes_read
-
-    def _fresh(self, like: Any, init: Callable[[], Any] | None) -> Any:
-        if init is not None:
-            return init()
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like)):
-            raise ValueError(
-                f"{self.path}: nothing to resume, and `like` is abstract\n"
-                "hint: resume(like, init=make_state) makes the state of a fresh run"
-            )
-        return like
 
     def steps(self, total: int) -> Iterator[int]:
         """The updates that are still to run: `for step in run.steps(total)`.
@@ -683,6 +637,12 @@ def _release(
         writer.close(error)
 
 
+def _paths(init_from: PathLike | Sequence[PathLike] | None) -> list[PathLike]:
+    if init_from is None:
+        return []
+    return [init_from] if isinstance(init_from, (str, os.PathLike)) else list(init_from)
+
+
 def _step_number(step: Any) -> int:
     """A step as a Python int: any integer will do, also a 0-d array; a bool or float will not."""
     try:
@@ -694,17 +654,3 @@ def _step_number(step: Any) -> int:
             f"expected step to be an integer, the number of completed updates, found {step!r}\n"
             "hint: for step in run.steps(total) gives it"
         ) from e
-
-
-def _warn_of_other_environment(checkpoint: Checkpoint) -> None:
-    now = _arrays.environment()
-    then = checkpoint.environment
-    differ = [
-        f"{k} was {then[k]}, is {now[k]}" for k in _EXACTNESS if k in then and then[k] != now[k]
-    ]
-    if differ:
-        logger.warning(
-            "%s: restored bits are exact, further steps may not be: %s",
-            checkpoint.path,
-            "; ".join(differ),
-        )

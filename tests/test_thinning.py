@@ -106,7 +106,9 @@ def test_ls_and_show_say_that_it_cannot_be_resumed_from(tmp_path):
     assert " thinned " in line
     assert "only params/**: not resumable" in line
     assert "thinned to params/**: cannot be resumed from" in cli("show", f"{tmp_path}@1")
-    events = [json.loads(x) for f in (tmp_path / "events").iterdir() for x in f.read_text().splitlines()]
+    events = [
+        json.loads(x) for f in (tmp_path / "events").iterdir() for x in f.read_text().splitlines()
+    ]
     assert [e["names"] for e in events if e["event"] == "thin"] == [["step_00000001"]]
 
 
