@@ -48,19 +48,20 @@ class SaveReport(Shown):
       path: the checkpoint.
       step: its step, if it has one.
       nbytes: bytes of all elements, those of shared arrays once.
-      reused_nbytes: bytes of those whose files are also those of the step before: not written.
       files: number of files with data.
       seconds: wall time from the call to the commit.
       blocked_s: how long the caller was kept; less than `seconds` for `save_async`.
+      reused_nbytes: of the elements, bytes in files that are also those of the step before, and were
+        not written.
     """
 
     path: str
     step: int | None
     nbytes: int
-    reused_nbytes: int
     files: int
     seconds: float
     blocked_s: float
+    reused_nbytes: int = 0
 
     @property
     def bytes_per_s(self) -> float:
@@ -234,8 +235,8 @@ def report(job: SaveJob, reused_nbytes: int = 0, *, blocked_s: float | None = No
         path=job.store.url,
         step=job.step,
         nbytes=sum(leaf.nbytes for leaf in job.tree.leaves if leaf.layout is not None),
-        reused_nbytes=reused_nbytes,
         files=len(job.plan.pieces) + job.plan.segments,
         seconds=seconds,
         blocked_s=seconds if blocked_s is None else blocked_s,
+        reused_nbytes=reused_nbytes,
     )
