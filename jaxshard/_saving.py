@@ -51,8 +51,8 @@ class SaveReport(Shown):
       files: number of files with data.
       seconds: wall time from the call to the commit.
       blocked_s: how long the caller was kept; less than `seconds` for `save_async`.
-      reused_nbytes: of the elements, bytes in files that are also those of the step before, and were
-        not written.
+      reused_nbytes: of the elements, bytes in files that are also those of the step before:
+        these were not written.
     """
 
     path: str

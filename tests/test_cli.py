@@ -66,6 +66,7 @@ def damaged_run(tmp_path) -> Path:
     (file,) = (tmp_path / "run/step_00000200").glob("a-*/data/params/embed/c/1/0")
     data = bytearray(file.read_bytes())
     data[50] ^= 1
+    file.unlink()  # step 100 has it too
     file.write_bytes(data)
     return tmp_path / "run"
 
@@ -185,7 +186,7 @@ def test_ls_of_a_run_without_a_step_and_of_attempts_only(tmp_path):
 def test_show_has_every_leaf_with_type_placement_storage_and_bytes(sound_run):
     text = answer("show", f"{sound_run}@200")
     flat = {line.split("  ")[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
-    assert flat["params/embed"] == "float32[64,16] P('a', None) array 4.0 KiB 95.3%"
+    assert flat["params/embed"] == "float32[64,16] P('a', None) array, shared 4.0 KiB 95.3%"
     assert flat["params/dense/kernel"] == "bfloat16[8,8] pack 128 B 3.0%"
     assert flat["tied"] == "float32[64,16] P('a', None) same as params/embed 0 B 0.0%"
     assert flat["step"] == "Python int 200 manifest 0 B 0.0%"

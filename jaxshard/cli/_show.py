@@ -55,8 +55,8 @@ class _Group:
         "leaves[].stored": "array (a Zarr array of its own), pack (shares files), manifest",
         "leaves[].zarr_path": "of its own array, below CKPT/ATTEMPT/data",
         "leaves[].same_as": "name of the leaf that is the same array; its bytes count there",
-        "leaves[].reused": "pieces and nbytes in files that are also those of the step before, "
-        "and how many saves in a row have shared a file; or null",
+        "leaves[].reused_nbytes": "bytes in files that are also those of the step before",
+        "leaves[].reused_saves": "how many saves in a row have shared a file",
         "leaves[].digest": "equal for equal elements on an equal grid of tiles",
         "leaves[].value": "of numbers and short texts; complex: [real, imaginary]; NaN and "
         "infinities as strings",
@@ -197,9 +197,7 @@ def _spec(info: LeafInfo) -> str:
 def _stored(info: LeafInfo) -> str:
     if info.same_as is not None:
         return f"same as {info.same_as}"
-    if info.reused is None:
-        return _place(info)
-    return f"{_place(info)}, shared {counted(info.reused.saves, 'save')}"
+    return _place(info) + (", shared" if info.reused is not None else "")
 
 
 def _place(info: LeafInfo) -> str:
@@ -238,6 +236,7 @@ def _leaf_json(ckpt: Checkpoint, info: LeafInfo) -> dict[str, Any]:
     out["stored"] = _place(info)
     for field in ("zarr_path", "same_as", "digest"):
         out[field] = getattr(info, field)
-    out["reused"] = None if info.reused is None else info.reused._asdict()
+    out["reused_nbytes"] = 0 if info.reused is None else info.reused.nbytes
+    out["reused_saves"] = 0 if info.reused is None else info.reused.saves
     out["value"] = _value(ckpt, info)
     return out
