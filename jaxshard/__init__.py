@@ -115,10 +115,12 @@ _registry.displays.update(
     {
         "Checkpoint": "jaxshard.display._outline:checkpoint",
         "DiffReport": "jaxshard.display._reports:diff_report",
+        "DrillReport": "jaxshard.display._run_report:drill_report",
         "Leaf": "jaxshard.display._leaf:leaf",
         "LoadReport": "jaxshard.display._reports:load_report",
         "PruneReport": "jaxshard.display._reports:prune_report",
         "Run": "jaxshard.display._steps:run",
+        "RunReport": "jaxshard.display._run_report:run_report",
         "SaveReport": "jaxshard.display._reports:save_report",
         "StatsReport": "jaxshard.display._reports:stats_report",
         "VerifyReport": "jaxshard.display._reports:verify_report",

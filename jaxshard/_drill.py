@@ -6,6 +6,7 @@ is known how far it had come.
 """
 
 import dataclasses
+import datetime
 import itertools
 import os
 import random
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxshard import _branching, _diff, _epochs, _ledger
-from jaxshard._errors import Kind, StorageError, counted
-from jaxshard._goodput import Goodput
+from jaxshard._errors import Kind, StorageError, bullet_list, counted, size_text
+from jaxshard._goodput import Goodput, JobStart
 from jaxshard._registry import Shown
-from jaxshard._report import report
+from jaxshard._report import RunReport, duration_text, report
 from jaxshard._store import open_store
 
 _POLL_S = 0.05
@@ -71,6 +72,19 @@ class TargetCheck(NamedTuple):
     found: float
     ok: bool
 
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """Name, target and what was found, for people."""
+        name = self.name.removesuffix("_s").replace("_", "-")
+        return name, self._text(self.target), self._text(self.found)
+
+    def _text(self, value: float) -> str:
+        if self.name.endswith("_s"):
+            return duration_text(value)
+        if self.name == "max_storage":
+            return size_text(value)
+        return f"{value:.0f}" if self.name == "differences" else f"{value:.3g}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DrillReport(Shown):
@@ -81,6 +95,7 @@ class DrillReport(Shown):
       kills: what each kill has cost.
       whole_s: seconds that the run took which nobody killed.
       goodput: of the run that was killed.
+      starts: of that run.
       storage: bytes below its root, at most.
       differences: leaves of the end state that are not as without kills.
       targets: what it was held to.
@@ -90,6 +105,7 @@ class DrillReport(Shown):
     kills: tuple[KillCost, ...]
     whole_s: float
     goodput: Goodput
+    starts: tuple[JobStart, ...]
     storage: int
     differences: tuple[str, ...]
     targets: Targets
@@ -121,6 +137,24 @@ class DrillReport(Shown):
             if wanted is not None
         ]
         return tuple(checks)
+
+    @property
+    def summary(self) -> str:
+        """What it comes to, in a line."""
+        return (
+            f"{self.goodput.goodput:.1%} of the time was useful; without kills it took "
+            f"{duration_text(self.whole_s)}; saving costs {self.slowdown - 1:.1%}; "
+            f"{size_text(self.storage)} on disk"
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name}: {found}, wanted {wanted}: {'reached' if check.ok else 'missed'}"
+            for check in self.checks
+            for name, wanted, found in [check.words]
+        ]
+        lines += self.differences
+        return bullet_list(f"{self.path}: {self.summary}", tuple(lines))
 
     @property
     def ok(self) -> bool:
@@ -156,20 +190,22 @@ def drill(
     whole = _Job(command, root, "whole")
     whole.end()
     whole_s = time.monotonic() - whole.began
+    steps_s = whole.steps_s()
     costs: list[KillCost] = []
     storage = 0
     say(f"took {whole_s:.1f} s; now with {counted(kills, 'kill')}")
     job = _Job(command, root, "killed")
     for number in range(1, kills + 1):
         job.wait_for_new_step()
-        job.wait(rng.uniform(0, whole_s / (kills + 1)))
+        # All waits together are shorter than the steps took, so that it never ends before.
+        job.wait(rng.uniform(0, steps_s / (kills + 1)))
         step = job.kill()
         storage = max(storage, _bytes_below(root / "killed"))
-        lost_before = job.goodput().lost_s
+        lost_before = job.report().goodput.lost_s
         say(f"kill {number}: in step {step + 1}")
         job = _Job(command, root, "killed", number)
         resume_s = job.wait_for_new_step()
-        lost_s = job.goodput().lost_s - lost_before
+        lost_s = job.report().goodput.lost_s - lost_before
         costs.append(KillCost(step, step - job.resumed_at(), lost_s, resume_s))
     job.end()
     storage = max(storage, _bytes_below(root / "killed"))
@@ -178,7 +214,8 @@ def drill(
         path=str(root / "killed"),
         kills=tuple(costs),
         whole_s=whole_s,
-        goodput=job.goodput(),
+        goodput=job.report().goodput,
+        starts=job.report().starts,
         storage=storage,
         differences=tuple(f"{d.name}: {d.what}" for d in difference.differences),
         targets=targets,
@@ -249,6 +286,12 @@ class _Job:
             hint="run the command alone first",
         )
 
+    def steps_s(self) -> float:
+        """How long it went on after its first step."""
+        found = self._of_this_start()
+        going = [_seconds(e) for e in found if e["event"] == "going"]
+        return max(map(_seconds, found)) - going[0] if going else 0.0
+
     def kill(self) -> int:
         """SIGKILL, to all of it; the step that it had come to."""
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -276,9 +319,13 @@ class _Job:
         resumed = [e for e in self._of_this_start() if e["event"] in {"resume", "fresh"}]
         return int(resumed[-1].get("step", 0)) if resumed else 0
 
-    def goodput(self) -> Goodput:
+    def report(self) -> RunReport:
         """Of the run so far."""
-        return report(self._run).goodput
+        return report(self._run)
+
+
+def _seconds(event: _ledger.Event) -> float:
+    return datetime.datetime.fromisoformat(event["at"]).timestamp()
 
 
 def _newest(run: Path) -> str:

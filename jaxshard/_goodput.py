@@ -28,6 +28,7 @@ class Goodput(NamedTuple):
       saves: committed ones.
       failed_saves: others.
       nbytes: that were saved.
+      reused_nbytes: of these, in files that the step before has too: not written.
       save_cost_s: what one save costs, the median; None if there was none.
       mtbf_s: mean time between failures; None if there was none.
     """
@@ -44,6 +45,7 @@ class Goodput(NamedTuple):
     saves: int
     failed_saves: int
     nbytes: int
+    reused_nbytes: int
     save_cost_s: float | None
     mtbf_s: float | None
 
@@ -58,6 +60,30 @@ class Goodput(NamedTuple):
         if self.save_cost_s is None or self.mtbf_s is None:
             return None
         return YoungDaly(mtbf_hours=self.mtbf_s / 3600).interval_s(self.save_cost_s)
+
+
+class JobStart(NamedTuple):
+    """One start of the job, up to its end; times are seconds since the first start.
+
+    Attributes:
+      began_s: when.
+      ready_s: when its state was there; None if it never was.
+      resumed: the step that it came back to.
+      saves: when each step was committed, and its number.
+      last_s: its last sign of life.
+      last_step: how far it is known to have come.
+      ended: whether it ended well.
+      kept: of its steps, the last one that was not done again.
+    """
+
+    began_s: float
+    ready_s: float | None
+    resumed: int
+    saves: tuple[tuple[float, int], ...]
+    last_s: float
+    last_step: int
+    ended: bool
+    kept: int
 
 
 class _Start:
@@ -112,16 +138,7 @@ def goodput(events: Iterable[Event], step: int | None = None, seen: str | None =
       step: that the last start is known to have come to, beyond its events.
       seen: when, ISO 8601.
     """
-    starts: list[_Start] = []
-    for event in events:
-        if event["event"] == "start":
-            if starts and event.get("last_step") is not None:
-                starts[-1].seen(int(event["last_step"]), _at(event.get("last_seen")))
-            starts.append(_Start(event))
-        elif starts:
-            starts[-1].add(event)
-    if starts and step is not None:
-        starts[-1].seen(step, _at(seen))
+    starts = _starts(events, step, seen)
     saves = [save for start in starts for save in start.saves]
     costs = [float(save.get("cost_s") or 0.0) for save in saves]
     wall_s = starts[-1].last - starts[0].began if starts else 0.0
@@ -150,9 +167,46 @@ def goodput(events: Iterable[Event], step: int | None = None, seen: str | None =
         saves=len(saves),
         failed_saves=sum(start.failed_saves for start in starts),
         nbytes=sum(int(save.get("nbytes") or 0) for save in saves),
+        reused_nbytes=sum(int(save.get("reused") or 0) for save in saves),
         save_cost_s=statistics.median(costs) if costs else None,
         mtbf_s=up_s / failures if failures and up_s > 0 else None,
     )
+
+
+def job_starts(
+    events: Iterable[Event], step: int | None = None, seen: str | None = None
+) -> tuple[JobStart, ...]:
+    """The starts of a run; arguments as for `goodput`."""
+    starts = _starts(events, step, seen)
+    nexts = [after.resumed if after.ready is not None else None for after in starts[1:]]
+    zero = starts[0].began if starts else 0.0
+    return tuple(
+        JobStart(
+            began_s=start.began - zero,
+            ready_s=None if start.ready is None else start.ready - zero,
+            resumed=start.resumed,
+            saves=tuple((_seconds(save) - zero, int(save["step"])) for save in start.saves),
+            last_s=start.last - zero,
+            last_step=start.last_step,
+            ended=start.ended,
+            kept=start.last_step if kept is None else min(kept, start.last_step),
+        )
+        for start, kept in zip(starts, [*nexts, None], strict=False)
+    )
+
+
+def _starts(events: Iterable[Event], step: int | None, seen: str | None) -> list[_Start]:
+    starts: list[_Start] = []
+    for event in events:
+        if event["event"] == "start":
+            if starts and event.get("last_step") is not None:
+                starts[-1].seen(int(event["last_step"]), _at(event.get("last_seen")))
+            starts.append(_Start(event))
+        elif starts:
+            starts[-1].add(event)
+    if starts and step is not None:
+        starts[-1].seen(step, _at(seen))
+    return starts
 
 
 def _seconds(event: Event) -> float:

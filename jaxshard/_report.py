@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxshard import _commit, _epochs, _ledger, _reader
 from jaxshard._errors import NotFoundError, counted, size_text
-from jaxshard._goodput import Goodput, goodput
+from jaxshard._goodput import Goodput, JobStart, goodput, job_starts
 from jaxshard._registry import Shown
 from jaxshard._store import PathLike, open_store, storage_errors
 
@@ -16,15 +16,19 @@ class RunReport(Shown):
     Attributes:
       path: the run.
       goodput: where its time went; see its fields.
+      starts: each start of its job.
     """
 
     path: str
     goodput: Goodput
+    starts: tuple[JobStart, ...] = ()
 
     def __str__(self) -> str:
         g = self.goodput
         starts, failures = counted(g.starts, "start"), counted(g.failures, "failure")
         saved = f"{counted(g.saves, 'save')} of {size_text(g.nbytes)} in all"
+        if g.reused_nbytes:
+            saved += f", {size_text(g.reused_nbytes)} of it not changed"
         lines = [
             f"{self.path}: {g.goodput:.1%} of {duration_text(g.wall_s)} in useful steps",
             *(f"  {name:<10} {duration_text(s):>9} {share:>6.1%}" for name, s, share in self.parts),
@@ -101,4 +105,6 @@ def report(root: PathLike) -> RunReport:
             raise _reader.why_not_there(store)
         epoch = _epochs.newest(store)
         step, seen = (None, None) if epoch is None else (epoch.step, epoch.seen)
-        return RunReport(store.url, goodput(_ledger.read(store), step, seen))
+        events = _ledger.read(store)
+        starts = job_starts(events, step, seen)
+        return RunReport(store.url, goodput(events, step, seen), starts)

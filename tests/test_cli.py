@@ -763,7 +763,7 @@ def test_a_verb_documents_examples_and_exit_codes(verb):
     assert ("  1  " in text) is (verb in {"verify", "diff", "drill"})
     for example in COMMANDS[verb].examples:
         assert example.startswith(f"jaxshard {verb} ")
-        arguments = shlex.split(example.partition(" | ")[0])[2:]
+        arguments = shlex.split(re.split(r" [|>] ", example)[0])[2:]
         COMMANDS[verb].make_context(verb, arguments)  # parses
 
 
@@ -839,3 +839,10 @@ def test_the_page_is_what_running_its_commands_gives():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == PAGE, "docs/cli.md is out of date: python docs/make_cli.py"
+
+
+def test_report_as_a_page(sound_run):
+    page = answer("report", sound_run, "--html")
+    assert page.startswith("<!doctype html>")
+    assert "Run report" in page
+    assert 'class="j-kept"' in page

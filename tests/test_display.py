@@ -23,6 +23,8 @@ import jaxshard
 from jaxshard import _grid, _registry
 from jaxshard._boxes import Box
 from jaxshard._diff import Difference
+from jaxshard._drill import DrillReport, KillCost, Targets
+from jaxshard._goodput import Goodput, JobStart
 from jaxshard._reader import Checkpoint
 from jaxshard._spec import Layout, LeafSpec, MeshSpec, Node, TreeSpec
 from jaxshard._store import MemoryStore
@@ -35,6 +37,7 @@ HOSTILE = "</style><script>alert('1')</script>\"'&<img src=x onerror=alert(2)>\u
 ALLOWED = {
     "div", "span", "style", "dl", "dt", "dd", "details", "summary", "i", "table", "thead", "tbody",
     "tr", "th", "td", "figure", "figcaption", "svg", "g", "rect", "title", "path", "text",
+    "polyline", "circle",
 }  # fmt: skip
 
 
@@ -60,6 +63,8 @@ class Page(html.parser.HTMLParser):
             assert not name.startswith("on"), name
             assert name not in {"src", "href", "srcset", "id"}, name
             assert name != "style" or re.fullmatch(r"[-\w:;.%]*", value), value
+        if tag == "polyline":
+            assert re.fullmatch(r"-?[\d.]+,-?[\d.]+( -?[\d.]+,-?[\d.]+)*", dict(attrs)["points"])
         self.open.append(tag)
         self._classes.append(dict(attrs).get("class", ""))
         self.elements.append((tag, dict(attrs)))
@@ -154,6 +159,11 @@ def everything(root: Path, tree) -> Iterator[object]:
     yield jaxshard.diff(root / "a", root / "b")
     yield jaxshard.stats(root / "a", select="params/**")
     yield jaxshard.prune(root / "run", dry_run=True)
+    yield jaxshard.report(root / "run")
+    yield DrillReport(
+        path="run", kills=(), whole_s=1.0, goodput=goodput_of(()), starts=(), storage=0,
+        differences=(), targets=Targets(),
+    )  # fmt: skip
 
 
 def test_every_class_with_a_display_shows_itself(tmp_path, tree):
@@ -209,7 +219,9 @@ def test_colours_follow_the_text_around():
     assert "--jp-content-font-color1" in _style.CSS
     assert "--vscode-editor-foreground" in _style.CSS
     backgrounds = re.findall(r"background:([^;}]+)", _style.CSS)
-    assert set(backgrounds) == {"none", "var(--soft)", "var(--blue)"}
+    assert set(backgrounds) == {
+        "none", *(f"var(--{name})" for name in ("soft", "blue", "good", "bad", "warm", "muted")),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["jaxshard.display", "jaxshard.zarr_dtypes"])
@@ -676,3 +688,93 @@ def test_a_terminal_of_ipython_shows_what_print_shows(tmp_path):
     jaxshard.save(tmp_path / "c", {"w": np.ones(3)})
     report = jaxshard.verify(tmp_path / "c")
     assert pretty(report) == str(report) != repr(report)
+
+
+# Run reports and drills ---------------------------------------------------------------------
+
+
+def job(began_s, steps, *, ended=False, kept=None, every=10, resumed=0):
+    """A start that makes a step in a second, and saves every so many."""
+    saves = tuple((began_s + s - resumed, s) for s in range(resumed + every, steps + 1, every))
+    last_s = began_s + steps - resumed
+    return JobStart(began_s, began_s, resumed, saves, last_s, steps, ended, kept or steps)
+
+
+def goodput_of(starts):
+    return Goodput(100.0, 60.0, 5.0, 20.0, 5.0, 10.0, len(starts), 1, 7, 12, 0, 10**9, 0, 0.4, 50.0)
+
+
+def test_the_report_of_a_run_shows_where_its_time_went():
+    starts = (job(0, 27, kept=20), job(30, 60, ended=True, resumed=20))
+    page = Page(html_of(jaxshard.RunReport("runs/<lm>", goodput_of(starts), starts)))
+    said = [text for _, text in page.texts]
+    assert "60.0% useful" in said
+    for name, share in {"useful": 60, "saving": 5, "lost": 20, "restoring": 5, "down": 10}.items():
+        assert any(text.startswith(f" {name} {share}.0%, ") for text in said), name
+        (bar,) = (a for _, a in page.elements if a.get("title") == f"{name} {share}.0%")
+        assert bar["style"] == f"width:{share}.000%"
+    legend = next(text for text in said if text.startswith("line: steps over time; "))
+    assert legend.endswith("dots: saves; \u00d7: killed or failed; red: done again")
+    assert "ended in step 28, 27.0 s" in said
+    assert len([a for tag, a in page.elements if tag == "circle"]) == 2 + 4
+    (lost,) = (a for _, a in page.elements if a.get("class") == "j-lost")
+    assert lost["points"].count(",") == 2
+
+
+def test_the_line_breaks_where_steps_were_lost():
+    """At step 20 of 60, a third of the way up: what is above it is red."""
+    starts = (job(0, 30, kept=20), job(30, 60, ended=True, resumed=20))
+    page = Page(html_of(jaxshard.RunReport("lm", goodput_of(starts), starts)))
+    lines = {a["class"]: a["points"] for tag, a in page.elements if tag == "polyline"}
+    (x0, y0), (x1, y1) = (map(float, p.split(",")) for p in lines["j-lost"].split())
+    kept = [a["points"] for _, a in page.elements if a.get("class") == "j-kept"]
+    assert kept[0].split()[-1] == f"{x0},{y0}"
+    assert x0 < x1
+    assert y0 > y1
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        (),
+        (JobStart(0.0, None, 0, (), 3.0, 0, False, 0),),
+        (JobStart(0.0, None, 0, (), 0.0, 0, False, 0), job(5, 1, ended=True)),
+        tuple(job(30 * n, 20 * n + 25, kept=20 * n + 20, resumed=20 * n) for n in range(700)),
+        (job(0, 5000, every=1),),
+    ],
+)
+def test_a_report_of_any_length_is_well_formed_and_bounded(starts):
+    text = html_of(jaxshard.RunReport(HOSTILE, goodput_of(starts), starts))
+    Page(text)
+    assert len(text) < 400_000
+
+
+def test_a_drill_shows_targets_kills_and_the_way(tmp_path):
+    starts = (job(0, 27, kept=20), job(30, 60, ended=True, resumed=20))
+    report = DrillReport(
+        path=str(tmp_path),
+        kills=(KillCost(27, 7, 7.0, 3.5),),
+        whole_s=60.0,
+        goodput=goodput_of(starts),
+        starts=starts,
+        storage=5 << 20,
+        differences=(f"params/w: {HOSTILE}",),
+        targets=Targets(max_lost_s=5.0, min_goodput=0.5),
+    )
+    page = Page(html_of(report))
+    said = [text for _, text in page.texts]
+    assert "\u2717 2 of 3 targets missed" in said
+    assert said[said.index("max-lost") :][:4] == ["max-lost", "5.0 s", "7.0 s", "missed"]
+    assert said[said.index("27") :][:4] == ["27", "7", "7.0 s", "3.5 s"]
+    assert "1 leaf not as without kills" in said
+    assert any(tag == "polyline" for tag, _ in page.elements)
+    assert "max-lost: 7.0 s, wanted 5.0 s: missed" in str(report)
+    good = dataclasses.replace(report, differences=(), targets=Targets(min_goodput=0.5))
+    assert "\u2713 all targets reached" in [text for _, text in Page(html_of(good)).texts]
+
+
+def test_a_page_is_one_file_that_needs_nothing_else():
+    text = jaxshard.display.page(jaxshard.RunReport("lm", goodput_of(()), ()))
+    assert text.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">')
+    assert "color-scheme: light dark" in text
+    assert re.search(r"<script|https?:|url\(|@import", text) is None

@@ -92,10 +92,14 @@ def test_targets_may_stand_in_pyproject(folder):
     done = drill(folder, "--kills", 1, "--min-goodput", 0.01, *train(10, 60))
     assert done.returncode == 0, done.stdout  # the option goes before
     assert re.search(r"^max-lost +60 min 0 s|^max-lost +1 h 0 min", done.stdout, re.MULTILINE)
+    assert done.stderr.count("kill ") == 1
+    project.write_text("[tool.jaxshard.drill]\nkills = 2\n")
+    done = drill(folder, *train(10, 60))
+    assert done.stderr.count("kill ") == 2
     project.write_text("[tool.jaxshard.drill]\nmax_loss = 1\n")
     done = drill(folder, *train(10, 60))
     assert done.returncode == 2
-    assert "[tool.jaxshard.drill] has max_loss\nhint: known are max_lost, " in done.stderr
+    assert "[tool.jaxshard.drill] has max_loss\nhint: known are kills, max_lost, " in done.stderr
     project.write_text('[tool.jaxshard.drill]\nmax_lost = "soon"\n')
     done = drill(folder, *train(10, 60))
     assert done.returncode == 2
@@ -132,3 +136,11 @@ def test_a_root_that_is_there_is_not_touched(folder):
     assert done.returncode == 2
     assert "drills: expected nothing, found something\nhint: --root another" in done.stderr
     shutil.rmtree(folder / "drills")
+
+
+def test_html_is_a_page_with_the_way_it_went(folder):
+    done = drill(folder, "--kills", 1, "--html", *train(10, 60))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("<!doctype html>")
+    assert "Fire drill" in done.stdout
+    assert done.stdout.count('class="j-kept"') == 2

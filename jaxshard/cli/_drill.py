@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from jaxshard._errors import size_text
 from jaxshard._report import duration_text
-from jaxshard.cli._output import Cell, Failure, Styled, note, print_json, print_table
-from jaxshard.cli._verb import Duration, Size, Verb, json_option
+from jaxshard.cli._output import Cell, Failure, Styled, note, print_json, print_page, print_table
+from jaxshard.cli._verb import Duration, Size, Verb, html_option, json_option
 
 if TYPE_CHECKING:
-    from jaxshard._drill import DrillReport, TargetCheck
+    from jaxshard._drill import DrillReport
 
-_TARGETS = ("max_lost", "max_resume", "min_goodput", "max_storage", "max_slowdown")
+_IN_PYPROJECT = (
+    "kills", "max_lost", "max_resume", "min_goodput", "max_storage", "max_slowdown",
+)  # fmt: skip
 
 
 @click.command(
@@ -58,6 +60,7 @@ _TARGETS = ("max_lost", "max_resume", "min_goodput", "max_storage", "max_slowdow
 )
 @click.option("--root", metavar="DIR", help="Keep the runs and their logs here; must not exist.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the moments of the kills.")
+@html_option
 @json_option
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
 @click.pass_context
@@ -70,6 +73,7 @@ def command(
     allow_drift: bool,
     root: str | None,
     seed: int,
+    as_html: bool,
     as_json: bool,
     **targets: float | None,
 ) -> None:
@@ -77,12 +81,14 @@ def command(
 
     COMMAND runs once undisturbed, and once with SIGKILLs, each followed by another start; both
     write to directories of the drill (its ResumeManager is given another root). Then what was
-    measured is compared with the targets. A gate before a long run, and for CI. Targets may also
-    stand in [tool.jaxshard.drill] of ./pyproject.toml, as max_lost = "30s".
+    measured is compared with the targets. A gate before a long run, and for CI. Kills and targets
+    may also stand in [tool.jaxshard.drill] of ./pyproject.toml, as max_lost = "30s".
     """
     from jaxshard._drill import Targets, drill  # noqa: PLC0415  (NumPy)
 
     wanted = {**_from_pyproject(ctx), **{k: v for k, v in targets.items() if v is not None}}
+    if ctx.get_parameter_source("kills") is not ParameterSource.COMMANDLINE:
+        kills = int(wanted.pop("kills", kills))
     with tempfile.TemporaryDirectory(prefix="jaxshard-drill-") as made:
         if root is not None:
             if Path(root).exists():
@@ -103,7 +109,9 @@ def command(
             seed=seed,
             say=note,
         )
-    if as_json:
+    if as_html:
+        print_page(report)
+    elif as_json:
         _print_json(report)
     else:
         _print(report)
@@ -122,11 +130,11 @@ def _from_pyproject(ctx: click.Context) -> dict[str, float]:
         return {}
     except tomllib.TOMLDecodeError as e:
         raise Failure(f"pyproject.toml: {e}") from e
-    unknown = sorted(set(found) - set(_TARGETS))
+    unknown = sorted(set(found) - set(_IN_PYPROJECT))
     if unknown:
         raise Failure(
             f"pyproject.toml: [tool.jaxshard.drill] has {', '.join(unknown)}\n"
-            f"hint: known are {', '.join(_TARGETS)}"
+            f"hint: known are {', '.join(_IN_PYPROJECT)}"
         )
     options = {option.name: option for option in ctx.command.params}
     return {
@@ -148,9 +156,7 @@ def _print(report: "DrillReport") -> None:
     click.echo()
     checks: list[list[Cell]] = [
         [
-            check.name.removesuffix("_s").replace("_", "-"),
-            _text(check, check.target),
-            _text(check, check.found),
+            *check.words,
             Styled("reached", "green") if check.ok else Styled("missed", "red"),
         ]
         for check in report.checks
@@ -159,19 +165,7 @@ def _print(report: "DrillReport") -> None:
     for line in report.differences[:10]:
         click.echo(f"  {line}")
     click.echo()
-    click.echo(
-        f"{report.goodput.goodput:.1%} of the time was useful; without kills it took "
-        f"{duration_text(report.whole_s)}; saving costs {report.slowdown - 1:.1%}; "
-        f"{size_text(report.storage)} on disk"
-    )
-
-
-def _text(check: "TargetCheck", value: float) -> str:
-    if check.name.endswith("_s"):
-        return duration_text(value)
-    if check.name == "max_storage":
-        return size_text(value)
-    return f"{value:.0f}" if check.name == "differences" else f"{value:.3g}"
+    click.echo(report.summary)
 
 
 def _print_json(report: "DrillReport") -> None:

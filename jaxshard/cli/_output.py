@@ -62,6 +62,13 @@ def print_json(document: Mapping[str, Any]) -> None:
     click.echo(json.dumps(plain(document), allow_nan=False))
 
 
+def print_page(value: object) -> None:
+    """The display of a value as one HTML page."""
+    from jaxshard import display  # noqa: PLC0415  (few look-ups need it)
+
+    click.echo(display.page(value), nl=False)
+
+
 def plain(value: Any) -> Any:
     """A value as JSON has it: NaN and infinities as strings, complex numbers as pairs."""
     match value:

@@ -81,6 +81,11 @@ json_option = click.option(
 )
 
 
+html_option = click.option(
+    "--html", "as_html", is_flag=True, help="Print one HTML page instead of text."
+)
+
+
 def locate(text: str) -> Checkpoint | Run:
     """What a path on the command line means; `RUN@STEP` where nothing has that very name.
 

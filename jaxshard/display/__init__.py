@@ -9,7 +9,20 @@ A display reads the manifest and the tables, never the data of an array.
 
 from jaxshard import _registry
 
-__all__ = ["html"]
+__all__ = ["html", "page"]
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>jaxshard</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ margin: 2em auto; max-width: 60em; padding: 0 1em }}
+</style>
+{}
+</html>
+"""
 
 
 def html(value: object) -> str:
@@ -40,3 +53,24 @@ def html(value: object) -> str:
             f"hint: there are displays of {known}"
         )
     return str(show(value))
+
+
+def page(value: object) -> str:
+    """The display of a value as a whole HTML page, that needs nothing but itself.
+
+    Args:
+      value: as for `html`.
+
+    Returns:
+      The text of the file.
+
+    Raises:
+      TypeError: as for `html`.
+
+    Example:
+      >>> import jaxshard, jaxshard.display, numpy as np
+      >>> report = jaxshard.save("memory://doc/page", {"w": np.ones(3)})
+      >>> jaxshard.display.page(report).splitlines()[0]
+      '<!doctype html>'
+    """
+    return _PAGE.format(html(value))

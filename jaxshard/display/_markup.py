@@ -5,7 +5,7 @@ file says can be hostile, and very long.
 """
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jaxshard.display._style import CSS, ROOT
 
@@ -79,9 +79,11 @@ def _value(value: object) -> str:
     return value if isinstance(value, Html) else str(value)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: str = "") -> Html:
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()
+) -> Html:
     """A table of at most `ROWS_MAX` rows; the columns named in `numbers` are set to the right."""
-    classes = ["j-num" if name in numbers.split() else "" for name in header]
+    classes = ["j-num" if name in numbers else "" for name in header]
     head = [element("th", name, class_=c) for name, c in zip(header, classes, strict=True)]
     body = [
         element(

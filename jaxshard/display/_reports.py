@@ -108,7 +108,7 @@ def stats_report(report: "StatsReport") -> Html:
     header = ["leaf", "type", "shape", "min", "max", "mean", "norm", "NaN", "inf"]
     rows = [_stats_row(leaf) for leaf in report.leaves]
     body = facts({"step": report.step, "read": size_text(report.nbytes)})
-    numbers = table(header, rows, numbers="min max mean norm NaN inf")
+    numbers = table(header, rows, numbers=("min", "max", "mean", "norm", "NaN", "inf"))
     return card("Statistics", report.path, body, numbers, badge=found)
 
 

@@ -17,6 +17,7 @@ Consolas,monospace));
 --blue:color-mix(in oklab,#4c8dd6 88%,currentColor);
 --good:color-mix(in oklab,#2da44e 82%,currentColor);
 --bad:color-mix(in oklab,#e5484d 85%,currentColor);
+--warm:color-mix(in oklab,#c98a1b 85%,currentColor);
 --ui:var(--jp-ui-font-family,var(--vscode-font-family,system-ui,sans-serif));
 color:var(--text);font:13px/1.45 var(--ui);font-variant-numeric:tabular-nums;
 container-type:inline-size;max-width:76em;border:1px solid var(--line);border-radius:6px;
@@ -75,6 +76,24 @@ overflow-wrap:anywhere}
 .ROOT .j-panels figcaption{color:var(--muted);font:11px var(--mono)}
 .ROOT svg{display:block;max-width:100%;height:auto;color:inherit}
 .ROOT svg text{font:10px var(--mono);fill:currentColor}
+.ROOT .j-timeline{margin-top:12px}
+.ROOT .j-timeline .j-grid{stroke:var(--line)}
+.ROOT .j-timeline .j-kept{stroke:var(--blue);stroke-width:1.6}
+.ROOT .j-timeline .j-lost{stroke:var(--bad);stroke-width:1.6}
+.ROOT .j-timeline .j-restoring{stroke:var(--muted);stroke-width:1.2;stroke-dasharray:2 2}
+.ROOT .j-timeline .j-save{fill:var(--blue)}
+.ROOT .j-timeline text{fill:var(--muted)}
+.ROOT .j-timeline .j-failed{fill:var(--bad);font:600 13px var(--ui)}
+.ROOT .j-parts{display:flex;height:9px;border-radius:4px;overflow:hidden;margin-top:10px;
+background:var(--soft)}
+.ROOT .j-parts i{display:block;height:100%;min-width:1px}
+.ROOT .j-keys{display:flex;flex-wrap:wrap;gap:2px 16px;margin-top:5px;font-size:12px}
+.ROOT .j-keys i{display:inline-block;width:8px;height:8px;border-radius:2px}
+.ROOT .j-part-useful{background:var(--good)}
+.ROOT .j-part-saving{background:var(--blue)}
+.ROOT .j-part-lost{background:var(--bad)}
+.ROOT .j-part-restoring{background:var(--warm)}
+.ROOT .j-part-down{background:var(--muted)}
 @container (max-width:640px){
 .ROOT .j-row{grid-template-columns:minmax(0,6fr) minmax(0,5fr) minmax(0,3fr) 5.5em 3em;
 column-gap:10px}

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jaxshard._goodput import goodput
+from jaxshard._goodput import JobStart, goodput, job_starts
 
 ZERO = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
@@ -164,3 +164,41 @@ def test_a_long_run_with_random_failures_adds_up(seed):
         pytest.approx(found.wall_s)
     )
     assert found.failures == failures
+
+
+def test_starts_as_a_picture_needs_them():
+    found = job_starts(
+        [
+            event(100, "start"),
+            event(110, "fresh"),
+            event(120, "save", step=10),
+            event(130, "save", step=20),
+            event(150, "start", last_step=27, last_seen=at(140)),
+            event(151, "start"),
+            event(155, "resume", step=10),
+            event(165, "save", step=20),
+        ],
+        step=25,
+        seen=at(170),
+    )
+    assert found == (
+        JobStart(0, 10, 0, ((20, 10), (30, 20)), 40, 27, ended=False, kept=27),
+        JobStart(50, None, 0, (), 50, 0, ended=False, kept=0),
+        JobStart(51, 55, 10, ((65, 20),), 70, 25, ended=False, kept=25),
+    )
+    assert job_starts([]) == ()
+
+
+def test_what_was_done_again_is_told_by_the_next_start():
+    found = job_starts(
+        [
+            event(0, "start"),
+            event(1, "fresh"),
+            event(11, "save", step=10),
+            event(20, "start", last_step=17, last_seen=at(18)),
+            event(21, "resume", step=10),
+            event(40, "end", step=30),
+        ]
+    )
+    assert [start.kept for start in found] == [10, 30]
+    assert [start.ended for start in found] == [False, True]
