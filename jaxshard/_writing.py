@@ -86,7 +86,9 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> int:
     except BaseException:
         syncing.abandon()
         raise
-    if not record.is_straight and job.plan.nbytes > _buffers.TRIM_BYTES:
+    # TensorStore's threads, and JAX where it unpacks sub-byte arrays, take memory by malloc.
+    by_malloc = not record.is_straight or any(x.per_byte > 1 for _, x in _filed_leaves(job))
+    if by_malloc and job.plan.nbytes > _buffers.TRIM_BYTES:
         _buffers.trim_heap()
     table = record.table().to_bytes()
     job.store.write(_source.table_file(job.attempt, 0), table)

@@ -22,7 +22,8 @@ options = jaxshard.SaveOptions(pack_below=100, piece_bytes_max=4000)
 
 def tree(step):
     return {"w": jax.device_put(jnp.arange(4000.0).reshape(40, 100) + step, on(mesh((2,)), "a")),
-            "deep": {"er": {"b": np.arange(300.0)}}, "small": np.ones(3, np.uint8), "n": step}
+            "deep": {"er": {"b": np.arange(300.0)}, "t": np.arange(900.0) + step},
+            "small": np.ones(3, np.uint8), "n": step}
 
 jaxshard.save(root / "new" / "place" / "once", tree(0), options=options)
 jaxshard.save(root / "twice", tree(1), options=options)
@@ -96,9 +97,13 @@ class Record(NamedTuple):
         return (c for c in self.calls if c.name in names and c.paths[nth : nth + 1] == (str(path),))
 
     def below(self, path: Path) -> "Record":
+        """What happened there; what gives a file of somewhere else a name there too."""
         inside = f"{path}/"
         calls = [
-            c for c in self.calls if any(p == str(path) or p.startswith(inside) for p in c.paths)
+            c
+            for c in self.calls
+            if any(p == str(path) or p.startswith(inside) for p in c.paths)
+            and not (c.name in NAMING and not c.paths[-1].startswith(inside))
         ]
         return Record(path, calls)
 
@@ -143,6 +148,13 @@ def traced(strace: str, root: Path, log: Path) -> str:
     return log.read_text()
 
 
+def shared(checkpoint: Record) -> dict[Path, Call]:
+    """Files of another checkpoint that got a second name in this one."""
+    inside = f"{checkpoint.root}/"
+    named = (c for c in checkpoint.calls if c.name in NAMING)
+    return {Path(c.paths[1]): c for c in named if not c.paths[0].startswith(inside)}
+
+
 def since_mark(record: Record, path: Path) -> Record:
     """What happened below a path after the program made its mark."""
     mark = next(c.end for c in record.calls if str(record.root / "MARK") in c.paths)
@@ -180,11 +192,13 @@ def data_files(checkpoint: Record) -> dict[Path, tuple[str, Call]]:
 
 def test_the_record_is_of_checkpoints_with_every_kind_of_file(record: Record) -> None:
     for checkpoint in checkpoints(record):
-        below = [str(f.relative_to(checkpoint.root)) for f in written(checkpoint)]
+        files = [*written(checkpoint), *shared(checkpoint)]
+        below = [str(f.relative_to(checkpoint.root)) for f in files]
         assert "manifest.json" in below
         assert len([name for name in below if "/data/w/c/" in name]) >= 4
         for part in ("/data/zarr.json", "/data/deep/er/b/c/", "/packs/00000/c/0", "/p00000.bin"):
             assert [name for name in below if part in name], part
+    assert [len(shared(checkpoint)) for checkpoint in checkpoints(record)] == [0, 0, 0, 0, 1]
     assert jaxshard.verify(record.root / "twice").ok
     assert jaxshard.open(record.root / "run").all_steps() == [2]
 
@@ -205,6 +219,16 @@ def test_the_directory_of_every_file_is_synced_before_the_commit(checkpoint: Rec
     for file, (opened_as, opened) in data_files(checkpoint).items():
         named = next(checkpoint.of(NAMING, opened_as), opened)
         assert checkpoint.is_synced(file.parent, named.end, commit.begin), file
+
+
+def test_a_file_of_the_step_before_is_durable_under_its_new_name_before_the_commit(
+    record: Record,
+) -> None:
+    second = record.below(record.root / "run" / "step_00000002")
+    first = record.below(record.root / "run" / "step_00000001")
+    ((file, named),) = shared(second).items()
+    assert first.commit().end < named.begin
+    assert second.is_synced(file.parent, named.end, second.commit().begin)
 
 
 def test_the_directory_above_every_new_directory_is_synced_before_the_commit(
