@@ -1,5 +1,7 @@
 """`jaxshard.testing`: trainings come back exactly, and what does not is named."""
 
+import importlib
+import os
 import subprocess
 import sys
 import textwrap
@@ -13,43 +15,52 @@ from support import REPOSITORY, mesh, on
 
 from jaxshard.testing import assert_exact_resume, assert_trees_bitwise_equal
 
+EXAMPLES = REPOSITORY / "examples" / "exact"
+sys.path.insert(0, str(EXAMPLES))  # also of the processes that train
+NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))
+assert len(NAMES) >= 4
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        exact_makes.plain,
-        exact_makes.nnx_module,
-        exact_makes.linen_train_state,
-        exact_makes.equinox_module,
-    ],
-)
-def test_a_training_comes_back_exactly(make):
-    if make is exact_makes.equinox_module:
+
+@pytest.fixture(params=NAMES)
+def make(request, monkeypatch):
+    """What an example trains, on eight simulated devices."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    if "equinox" in request.param:
         pytest.importorskip("equinox")
-    proof = assert_exact_resume(
-        make, steps=6, kill_at=4, save_every=2 if make is exact_makes.plain else 1
-    )
+    return importlib.import_module(request.param).make
+
+
+def test_an_example_comes_back_exactly_and_on_another_mesh(make):
+    """With three steps between saves and accumulations, it comes back within one."""
+    meshes = [{"data": 4}, {"data": 8}]
+    proof = assert_exact_resume(make, steps=8, kill_at=5, save_every=4, meshes=meshes)
     assert str(proof) == (
-        "killed after step 4; back on the same mesh: every bit, and every step up to 6 as without "
-        "the kill"
+        "killed after step 5; back on {'data': 4} and {'data': 8}: every bit, and every step up to "
+        "8 as without the kill"
     )
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "make", [exact_makes.plain, exact_makes.nnx_module, exact_makes.linen_train_state]
-)
-def test_a_training_comes_back_exactly_from_ten_kills(make):
+def test_an_example_comes_back_exactly_from_ten_kills(make):
     kills = np.random.default_rng(5).choice(np.arange(1, 30), 10, replace=False)
     assert_exact_resume(make, steps=30, kill_at=[int(k) for k in kills])
 
 
-def test_on_other_meshes_it_comes_back_with_the_bits_that_were_saved(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    proof = assert_exact_resume(
-        exact_makes.plain, steps=4, kill_at=3, meshes=[{"data": 4}, {"data": 8}, {"data": 1}]
-    )
-    assert "back on {'data': 4} and {'data': 8} and {'data': 1}: every bit" in str(proof)
+@pytest.mark.soak
+def test_an_example_comes_back_on_any_mesh(make):
+    meshes = [{"data": n} for n in (4, 8, 2, 1)]
+    assert_exact_resume(make, steps=6, kill_at=[2, 5], meshes=meshes)
+
+
+@pytest.mark.soak
+def test_an_example_runs_as_its_head_says(make):
+    file = importlib.import_module(make.__module__).__file__
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.stdout.startswith("killed after step 5, 13; back on {'data': 4} and {'data': 8}")
 
 
 def test_what_is_not_in_the_state_is_noticed_at_the_first_step_that_needs_it():
@@ -105,7 +116,7 @@ def test_a_script_can_prove_itself(tmp_path):
 )
 def test_numbers_that_do_not_fit_are_told_at_once(numbers):
     with pytest.raises(ValueError, match=r"expected save_every <= kill_at < steps\nhint: "):
-        assert_exact_resume(exact_makes.plain, steps=4, **numbers)
+        assert_exact_resume(exact_makes.breaks, steps=4, **numbers)
 
 
 def test_a_function_that_no_other_process_can_find_is_told_at_once():
