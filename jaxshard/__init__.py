@@ -108,7 +108,7 @@ _ROOMS = {
     "_stats": ("LeafStats", "StatsReport", "stats"),
     "_verify": ("VerifyReport", "verify"),
 }  # fmt: skip
-_PACKAGES = ("testing",)  # `jaxshard.testing` needs no import of its own
+_PACKAGES = ("display", "monitoring", "testing")  # `jaxshard.testing` needs no import of its own
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 _registry.displays.update(

@@ -69,7 +69,8 @@ class ResumeManager:
       init_from: where a fresh run begins: a run (its newest step) or a checkpoint; of several the
         first one that is there. Not looked at when there is something to resume. See `resume` for
         taking a part.
-      on_event: called with a mapping for each event of the ledger, on the thread where it happens.
+      on_event: called with a mapping for each event of the ledger, on the thread where it happens;
+        see `jaxshard.monitoring`.
       options: see `SaveOptions`.
 
     Raises:

@@ -15,7 +15,7 @@ CLI = sorted(f"cli/{path.name}" for path in PACKAGE.glob("cli/*.py"))
 DISPLAY = sorted(f"display/{path.name}" for path in PACKAGE.glob("display/*.py"))
 TESTING = sorted(f"testing/{path.name}" for path in PACKAGE.glob("testing/*.py"))
 MODULES = sorted([*(path.name for path in PACKAGE.glob("*.py")), *CLI, *DISPLAY, *TESTING])
-NO_ROOMS = {"__init__.py", "zarr_dtypes.py", *CLI, *DISPLAY, *TESTING}
+NO_ROOMS = {"__init__.py", "monitoring.py", "zarr_dtypes.py", *CLI, *DISPLAY, *TESTING}
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 ROOM = re.compile(r"^\s*(_\w+\.py)\s+")
 
@@ -133,6 +133,7 @@ def test_verbs_share_two_files_and_know_nothing_of_each_other():
 def test_no_room_imports_a_display_or_what_is_for_zarr():
     assert importers("jaxshard.display") - set(DISPLAY) == {"cli/_output.py"}
     assert importers("jaxshard.zarr_dtypes") == set()
+    assert importers("jaxshard.monitoring") == set()
     assert "display/_outline.py" in importers("jaxshard._reader")
 
 
@@ -142,7 +143,7 @@ def test_displays_share_their_parts_and_know_nothing_of_each_other():
         assert imports(name) & shown == set(), name
 
 
-@pytest.mark.parametrize("name", [*CLI, *DISPLAY, "zarr_dtypes.py"])
+@pytest.mark.parametrize("name", [*CLI, *DISPLAY, "monitoring.py", "zarr_dtypes.py"])
 def test_what_is_no_room_opens_with_what_it_is_for(name):
     assert ast.get_docstring(TREES[name]).splitlines()[0].endswith(".")
 

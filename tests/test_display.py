@@ -224,7 +224,9 @@ def test_colours_follow_the_text_around():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["jaxshard.display", "jaxshard.zarr_dtypes"])
+@pytest.mark.parametrize(
+    "name", ["jaxshard.display", "jaxshard.monitoring", "jaxshard.zarr_dtypes"]
+)
 def test_examples_run(name):
     MemoryStore("doc").remove_tree("")
     found = doctest.testmod(importlib.import_module(name))
