@@ -319,12 +319,10 @@ class ResumeManager:
         self._require_larger(step)
         if not self._when(step, now, tuple(self._saves.history)):
             return None
-        running = self._saves.running
-        if running is not None and self._when_busy == "skip":
-            logger.warning(
-                "step %d is not saved: the save of step %s is still running", step, running.step
-            )
-            self._writer.ledger.add("skip", step=step, running=running.step)
+        why = self._saves.busy
+        if why is not None and self._when_busy == "skip":
+            logger.warning("step %d is not saved: %s", step, why)
+            self._writer.ledger.add("skip", step=step, why=why)
             return None
         return self.save(step, state, metrics=metrics)
 
@@ -417,12 +415,13 @@ class ResumeManager:
             )
 
     def wait_until_finished(self) -> None:
-        """Wait for the save in the background, if there is one.
+        """Wait for the save in the background, if there is one, and for deletions behind it.
 
         Raises:
           StorageError: as for `maybe_save`.
         """
         self._saves.wait()
+        self._writer.tidier.settle()
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step that was saved: those of an evaluation that came later.

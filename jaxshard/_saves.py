@@ -68,6 +68,13 @@ class Saves:
     # One at a time
 
     @property
+    def busy(self) -> str | None:
+        """What a save that begins now would have to wait for; None if it is nothing."""
+        if self.running is not None:
+            return f"the save of step {self.running.step} is still running"
+        return "old steps are still being deleted" if self._writer.tidier.lags else None
+
+    @property
     def newest(self) -> int:
         """The newest step that was saved, or is being saved."""
         return max(self.last, -1 if self.running is None else self.running.step or 0)
@@ -81,8 +88,9 @@ class Saves:
         *,
         wait: bool,
     ) -> PendingSave:
-        """Begin a save, once the one before has ended; with `wait` its error is raised here."""
+        """Begin a save, once the one before has ended; with `wait`, end it, and raise its error."""
         self.wait()
+        self._writer.tidier.catch_up()
         began = time.monotonic()
         step_dir = self._writer.next_dir(step)
         pending = _checkpoint.save_step_async(
@@ -102,6 +110,7 @@ class Saves:
             self.running = pending
             return pending
         error = self._note(pending)
+        self._writer.tidier.settle()
         if error is not None:
             raise error
         return pending

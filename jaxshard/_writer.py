@@ -6,15 +6,13 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxshard import _branching, _commit, _decisions, _epochs, _steps, _thinning
+from jaxshard import _branching, _commit, _decisions, _epochs, _steps
 from jaxshard._decisions import Decision
 from jaxshard._errors import (
     ConflictError,
-    CorruptionError,
     FormatError,
     JaxshardError,
     Kind,
-    LeafMismatchError,
 )
 from jaxshard._identity import Identity
 from jaxshard._keep import Keep
@@ -27,6 +25,7 @@ from jaxshard._reuse import Earlier, Sharing
 from jaxshard._saving import SaveJob
 from jaxshard._steps import StepDir
 from jaxshard._store import Store, storage_errors
+from jaxshard._tidying import Tidier
 
 logger = logging.getLogger("jaxshard")
 
@@ -37,6 +36,7 @@ class RunWriter:
     """The one process that writes to a run.
 
     Attributes:
+      tidier: deletes what is not kept, behind each save.
       sharing: what the next step may share with the one that was saved, or resumed from, last.
 
     Args:
@@ -65,7 +65,6 @@ class RunWriter:
         on_event: Callable[[Event], None] | None,
     ) -> None:
         self._store = store
-        self._thinned: set[str] = set()  # or tried to
         self.sharing = Sharing(None, frozen, reuse_max)
         with storage_errors("opening", store.url):
             _make(store)
@@ -76,6 +75,7 @@ class RunWriter:
             try:
                 self.ledger = Ledger(store, on_event)
                 self.keeper = Keeper(store, keep)
+                self.tidier = Tidier(store, self.keeper, self.epoch, self.ledger)
                 late = _branching.look(store).late
             except BaseException:
                 self.epoch.end()
@@ -121,24 +121,15 @@ class RunWriter:
         self.sharing = self.sharing._replace(earlier=None)
 
     def saved(self, step_dir: StepDir, job: SaveJob) -> None:
-        """Behind a save: look at what was saved, and delete what is not kept.
-
-        Failing at it fails no save.
-        """
+        """Behind a save: look at what was saved, and begin to delete what is not kept."""
         try:
             checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
-            self._compare(checkpoint)
-            self.sharing = self.sharing._replace(earlier=Earlier(checkpoint.source, job.marks))
-            gone = self._tidy(step_dir)
         except (OSError, JaxshardError) as e:
-            logger.warning(
-                "deleting old steps of %s failed, will be tried again: %s", self._store.url, e
-            )
+            logger.warning("%s: step %d cannot be opened: %s", self._store.url, step_dir.step, e)
             return
-        if gone:
-            self.ledger.add("prune", names=gone)
-            logger.info("pruned %s: %s", self._store.url, ", ".join(gone))
-        self._thin(step_dir)
+        self._compare(checkpoint)
+        self.sharing = self.sharing._replace(earlier=Earlier(checkpoint.source, job.marks))
+        self.tidier.begin(step_dir)
 
     def _compare(self, checkpoint: Checkpoint) -> None:
         """With what this process has saved before: what should differ, and what should not."""
@@ -170,41 +161,6 @@ class RunWriter:
                 "it was" if len(changed) == 1 else "they were",
                 before.step,
             )
-
-    def _tidy(self, just_saved: StepDir) -> list[str]:
-        there = _steps.step_dirs(self._store)  # first: what comes later is not ours to judge
-        now = _branching.look(self._store)
-        kept = self.keeper.kept(now) | {just_saved.name, *(d.name for d in now.late)}
-        gone = [d.name for d in there if d.name not in kept and d.step <= just_saved.step]
-        for name in gone:
-            # Just before each, since this thread may have slept.
-            self.epoch.require_newest()
-            if name not in _branching.look(self._store).standing.protected:
-                _commit.delete(self._store.child(name))
-        child = self._store.child(just_saved.name)
-        _commit.remove_other_attempts(child, open_checkpoint(child.url).attempt)
-        return gone
-
-    def _thin(self, just_saved: StepDir) -> None:
-        """Leave only a part of older steps; one that cannot be thinned stays whole."""
-        done = []
-        for step_dir in self.keeper.thinned(_branching.look(self._store)):
-            if step_dir.name in self._thinned or step_dir.step >= just_saved.step:
-                continue
-            child = self._store.child(step_dir.name)
-            try:
-                self.epoch.require_newest()
-                if _thinning.thin(child, self.keeper.thin_to, self.epoch):
-                    done.append(step_dir.name)
-            except (CorruptionError, LeafMismatchError) as e:
-                logger.warning("step %d stays whole: %s", step_dir.step, e)
-            except (OSError, JaxshardError) as e:
-                logger.warning("step %d stays whole, until the next save: %s", step_dir.step, e)
-                continue
-            self._thinned.add(step_dir.name)
-        if done:
-            self.ledger.add("thin", names=done, to=self.keeper.thin_to)
-            logger.info("thinned %s: %s", self._store.url, ", ".join(done))
 
     def record(self, step_dir: StepDir, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step that was saved."""
@@ -241,6 +197,7 @@ class RunWriter:
         Args:
           error: that training has ended with, if it has.
         """
+        self.tidier.settle()
         what = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
         self.ledger.add("end", step=self.epoch.step, **what)
         self.epoch.end()

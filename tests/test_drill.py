@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def drill(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jaxshard", "drill", *map(str, arguments)],
-        cwd=folder, capture_output=True, text=True, check=False, timeout=120,
+        cwd=folder, capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
 
@@ -144,3 +144,23 @@ def test_html_is_a_page_with_the_way_it_went(folder):
     assert done.stdout.startswith("<!doctype html>")
     assert "Fire drill" in done.stdout
     assert done.stdout.count('class="j-kept"') == 2
+
+
+@pytest.mark.soak
+def test_the_example_passes_and_fails_when_it_saves_too_rarely(tmp_path):
+    example = (
+        "--",
+        sys.executable,
+        REPOSITORY / "examples/train_lm.py",
+        "--steps",
+        60,
+        "--run",
+        "x",
+    )
+    targets = ("--kills", 2, "--max-lost", "60s", "--max-resume", "60s", "--min-goodput", 0.1)
+    done = drill(tmp_path, *targets, *example, "--save-every", 5)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = drill(tmp_path, *targets, "--max-lost", "1s", *example, "--save-every", 60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"^max-lost +1.0 s +\d.*missed$", done.stdout, re.MULTILINE)
+    assert "1 of 4 targets missed" in done.stderr

@@ -25,7 +25,7 @@ from jaxshard import ConflictError, Every, Keep, ResumeManager, _epochs, _steps
 from jaxshard._errors import Kind
 from jaxshard._identity import Identity, Life
 from jaxshard._manifest import canonical
-from jaxshard._store import open_store
+from jaxshard._store import LocalStore, open_store
 
 HOST = socket.gethostname()
 WRITER = """
@@ -581,3 +581,23 @@ def test_a_reader_that_follows_sees_a_rollback(tmp_path):
         run.resume(state_of(0))
         run.save(3, state_of(-3), wait=True)
         assert next(steps) == 3
+
+
+def test_the_epoch_of_a_large_manifest_is_read_from_its_beginning(tmp_path, monkeypatch):
+    """A run of a thousand steps is listed without reading all that their manifests say."""
+    tree = {f"leaf{i}": np.zeros(1) for i in range(500)}
+    with ResumeManager(tmp_path, keep=jaxshard.Keep()) as run:
+        for step in (1, 2):
+            run.save(step, tree, wait=True)
+    store = open_store(tmp_path)
+    whole = []
+    read = LocalStore.read
+    monkeypatch.setattr(LocalStore, "read", lambda *args: whole.append(args) or read(*args))
+    assert [_epochs.epoch_of(store, f"step_0000000{n}") for n in (1, 2)] == [1, 1]
+    assert whole == []
+    jaxshard.save(tmp_path / "step_00000003", tree, metadata={"epoch": 7})
+    assert _epochs.epoch_of(store, "step_00000003") is None
+    assert _epochs.epoch_of(store, "step_00000004") is None
+    manifest = tmp_path / "step_00000002/manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b',"epoch":1,', b',"epoch":"1",'))
+    assert _epochs.epoch_of(store, "step_00000002") is None
