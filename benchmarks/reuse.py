@@ -67,7 +67,7 @@ def run(ask: Ask) -> list[Result]:
             mb.setdefault(case, []).append(answer["mb"])
             return float(answer["seconds"])
 
-        cases = {name: name for name in (ALL, SAME, EQUAL)}
+        cases = {name: name for name in (ALL, EQUAL, SAME)}  # unseen is what was seen to be equal
         seconds = Result("reuse", ask.state, "s", _rounds.in_turn(cases, ask.rounds, measure))
     written = Result(
         "reuse", f"{ask.state}, written", "MB", {name: found[1:] for name, found in mb.items()}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxshard import _decisions, _epochs, _steps
 from jaxshard._decisions import Decision, Standing, Verdict
-from jaxshard._errors import ConflictError, Kind, NotFoundError
+from jaxshard._errors import ConflictError, CorruptionError, FormatError, Kind, NotFoundError
 from jaxshard._reader import open_checkpoint
 from jaxshard._steps import StepDir
 from jaxshard._store import Store, storage_errors
@@ -65,10 +65,30 @@ def find_step(steps: list[StepDir], step: int | None, path: str) -> StepDir:
 
 
 def protect(store: Store, step: int) -> Decision:
-    """Never delete a step."""
+    """Never delete a step, nor thin it."""
+    was_whole = not _thinned_to(store, find_step(look(store).committed, step, store.url))
     decision = _decide(store, Verdict.PROTECT, step)
-    find_step(look(store).committed, step, store.url)  # its job may have been deleting it just now
+    # Its job may have been deleting or thinning it just now.
+    thinned_to = _thinned_to(store, find_step(look(store).committed, step, store.url))
+    if was_whole and thinned_to:
+        raise _is_a_part(store, step, thinned_to)
     return decision
+
+
+def _thinned_to(store: Store, step_dir: StepDir) -> tuple[str, ...]:
+    try:
+        return open_checkpoint(store.child(step_dir.name).url).thinned_to
+    except (CorruptionError, FormatError):  # it can be protected all the same
+        return ()
+
+
+def _is_a_part(store: Store, step: int, thinned_to: tuple[str, ...]) -> NotFoundError:
+    return NotFoundError(
+        f"{store.url}: expected all of step {step}, found a part: {', '.join(thinned_to)}",
+        path=store.url,
+        step=step,
+        hint="`jaxshard ls` shows which steps are whole",
+    )
 
 
 def unprotect(store: Store, step: int) -> Decision:
@@ -125,15 +145,9 @@ def rollback(store: Store, step: int, why: str, skip_batches: int) -> Decision:
             f"rollback: skip_batches must be 0 or more: {skip_batches}\nhint: skip_batches=100"
         )
     now = look(store)
-    name = find_step(now.branch, step, store.url).name
-    thinned_to = open_checkpoint(store.child(name).url).thinned_to
+    thinned_to = _thinned_to(store, find_step(now.branch, step, store.url))
     if thinned_to:
-        raise NotFoundError(
-            f"{store.url}: expected all of step {step}, found a part: {', '.join(thinned_to)}",
-            path=store.url,
-            step=step,
-            hint="`jaxshard ls` shows which steps are whole",
-        )
+        raise _is_a_part(store, step, thinned_to)
     aside = [d for d in now.committed if d.step > step and d.name not in now.standing.aside]
     with storage_errors("writing a decision to", store.url):
         return _decisions.add(

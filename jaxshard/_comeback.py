@@ -51,6 +51,7 @@ class Comeback:
         """
         began = time.monotonic()
         skipped: dict[str, str] = {}  # also where that cannot be written down
+        parts = False  # whether some of them are thinned
         while steps := [d for d in self._look().branch if d.name not in skipped]:
             step_dir = steps[-1]
             try:
@@ -58,6 +59,7 @@ class Comeback:
                 if checkpoint.thinned_to:
                     what = ", ".join(checkpoint.thinned_to)
                     skipped[step_dir.name] = f"only {what} is left of it"
+                    parts = True
                     continue
                 _warn_of_other_environment(checkpoint)
                 state, nbytes = _load_onto(
@@ -70,6 +72,8 @@ class Comeback:
                 skipped[step_dir.name] = why
                 self._writer.fall_back(step_dir, why)
                 continue
+            if parts:
+                self._writer.leave_behind(step_dir)
             self._writer.resumed_from(checkpoint)
             seconds = time.monotonic() - began
             self._writer.ledger.add("resume", step=step_dir.step, seconds=seconds, nbytes=nbytes)

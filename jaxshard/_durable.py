@@ -23,7 +23,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,9 @@ def link(path: Path, new: Path) -> bool:
         os.link(path, new)
     except FileNotFoundError:
         return False
+    except FileExistsError:  # a lost reply may have been asked for again
+        if not path.samefile(new):
+            raise
     except OSError as e:
         if e.errno not in _NO_LINK | {errno.EXDEV}:
             raise
@@ -254,15 +257,14 @@ def changed_at(path: Path) -> float | None:
     return newest
 
 
-def own_bytes(path: Path) -> int:
-    """Bytes of files at or below `path` that have no other name: those that its removal frees."""
+def files_below(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Inode, number of names, and length of each file at or below `path`."""
     inside = (Path(here, name) for here, _, names in os.walk(path) for name in names)
-    nbytes = 0
     for one in itertools.chain([path], inside):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it goes on meanwhile
             found = one.lstat()
-            nbytes += found.st_size if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 else 0
-    return nbytes
+            if stat.S_ISREG(found.st_mode):
+                yield found.st_ino, found.st_nlink, found.st_size
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from jaxshard._patterns import check_patterns
+
 _NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -80,6 +82,10 @@ class Keep:
             raise ValueError(
                 f"Keep: best={self.best}, metric={self.metric!r}: expected both or neither\n"
                 'hint: Keep(last=3, best=2, metric="loss", mode="min")'
+            )
+        if self.thin_to is not None and not check_patterns(self.thin_to):
+            raise ValueError(
+                'Keep: thin_to has no pattern\nhint: Keep(last=5, thin_to="params/**", full_last=2)'
             )
         if self.mode not in ("min", "max"):
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxshard import _ledger, _steps
 from jaxshard._branching import Look
-from jaxshard._errors import CorruptionError, FormatError, NotFoundError
+from jaxshard._errors import CorruptionError, FormatError, NotCommittedError, NotFoundError
 from jaxshard._keep import Keep, KeptStep
 from jaxshard._match import as_patterns
 from jaxshard._reader import Checkpoint, open_checkpoint
@@ -36,7 +36,9 @@ class Keeper:
         self._keep = keep
         self._facts: dict[str, _Facts] = {}
         self._unreadable: set[str] = set()
-        self._recorded = _ledger.metrics(_ledger.read(store))
+        events = _ledger.read(store)
+        self._recorded = _ledger.metrics(events)
+        self._thinned = _ledger.thinned(events)  # or not to be tried again
 
     def record(self, step_dir: StepDir, metrics: Mapping[str, Any]) -> None:
         """Metrics of a step that came after it was saved."""
@@ -63,10 +65,15 @@ class Keeper:
         return kept
 
     def thinned(self, now: Look) -> list[StepDir]:
-        """The steps of which only a part is to stay."""
+        """The steps of which only a part is to stay, and more may be there."""
         known = {d: self._kept_step(d, now) for d in now.branch}
         numbers = self._keep.thinned(one for one in known.values() if one is not None)
-        return [d for d, one in known.items() if one is not None and d.step in numbers]
+        wanted = [d for d, one in known.items() if one is not None and d.step in numbers]
+        return [d for d in wanted if d.name not in self._thinned]
+
+    def was_thinned(self, step_dir: StepDir) -> None:
+        """It was, or cannot be."""
+        self._thinned.add(step_dir.name)
 
     @property
     def thin_to(self) -> list[str]:
@@ -84,7 +91,9 @@ class Keeper:
                 return None
             try:
                 checkpoint = open_checkpoint(self._store.child(step_dir.name).url)
-            except (CorruptionError, FormatError, NotFoundError) as e:
+            except (NotFoundError, NotCommittedError):  # deleted just now
+                return None
+            except (CorruptionError, FormatError) as e:
                 self._unreadable.add(step_dir.name)
                 logger.warning("step %d stays, since it cannot be read: %s", step_dir.step, e)
                 return None

@@ -87,5 +87,10 @@ def metrics(events: Iterable[Event]) -> dict[str, dict[str, float]]:
     return found
 
 
+def thinned(events: Iterable[Event]) -> set[str]:
+    """Directories of steps that were thinned."""
+    return {name for event in events if event["event"] == "thin" for name in event["names"]}
+
+
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -47,6 +47,18 @@ def matches(pattern: str, name: str) -> bool:
     return _compile(pattern).fullmatch(name) is not None
 
 
+def check_patterns(patterns: str | Iterable[str]) -> list[str]:
+    """These patterns as a list.
+
+    Raises:
+      ValueError: one of them is none.
+    """
+    found = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in found:
+        _compile(pattern)
+    return found
+
+
 def matches_any(patterns: str | Iterable[str], name: str) -> bool:
     """Whether `name` matches at least one of the patterns."""
     patterns = [patterns] if isinstance(patterns, str) else patterns

@@ -8,6 +8,7 @@ nothing is deleted. Files of somebody else are never touched.
 import dataclasses
 import logging
 import time
+from collections import Counter
 
 from jaxshard import _branching, _commit, _reader, _steps
 from jaxshard._errors import CorruptionError, FormatError, bullet_list, counted, size_text
@@ -132,6 +133,7 @@ class _Sweep:
         self._recent: list[str] = []
         self._damaged: list[str] = []
         self._nbytes = 0
+        self._seen: Counter[int] = Counter()  # of a dry run: names of files that would go
 
     def report(self) -> PruneReport:
         return PruneReport(
@@ -172,7 +174,7 @@ class _Sweep:
 
     def _delete_step(self, name: str) -> None:
         self._steps.append(name)
-        self._nbytes += self._store.own_bytes(name)
+        self._nbytes += self._freed(name)
         if self._dry_run:
             return
         child = self._store.child(name)
@@ -211,6 +213,14 @@ class _Sweep:
             if not self._dry_run:
                 self._store.remove_empty(prefix)
 
+    def _freed(self, name: str) -> int:
+        """Bytes that the removal of this frees: of files whose last name it is."""
+        nbytes = 0
+        for file, names, size in self._store.files_below(name):
+            self._seen[file] += self._dry_run
+            nbytes += size if names == max(1, self._seen[file]) else 0
+        return nbytes
+
     # One leftover
 
     def _sweep_away(self, name: str) -> bool:
@@ -219,7 +229,7 @@ class _Sweep:
             self._recent.append(name)
             return False
         self._leftovers.append(name)
-        self._nbytes += self._store.own_bytes(name)
+        self._nbytes += self._freed(name)
         if not self._dry_run:
             self._store.remove_tree(name)
         return True

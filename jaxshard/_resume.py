@@ -25,6 +25,7 @@ from jaxshard._errors import (
 from jaxshard._keep import Keep
 from jaxshard._keeping import plain_metrics
 from jaxshard._options import SaveOptions
+from jaxshard._patterns import check_patterns
 from jaxshard._policy import Every, SavePolicy
 from jaxshard._saves import Saves
 from jaxshard._steps import StepDir
@@ -64,8 +65,9 @@ class ResumeManager:
       frozen: patterns of leaves that training never changes, as in `select`. Files of a leaf that
         equals that of the step before are shared with it in any case; these are not even copied
         from their device for a look at them.
-      reuse_max: how many steps in a row may share a file, until it is written anew, so that one
-        bad sector cannot spoil all; 0 shares none.
+      reuse_max: after how many steps that have shared a file it is written anew, so that one bad
+        sector cannot spoil all; 0 shares none. With `Keep(last=3)` most of the time all that are
+        kept share one file; `reuse_max=1` keeps two of it.
       init_from: where a fresh run begins: a run (its newest step) or a checkpoint; of several the
         first one that is there. Not looked at when there is something to resume. See `resume` for
         taking a part.
@@ -128,6 +130,7 @@ class ResumeManager:
             raise ValueError(
                 f"ResumeManager: reuse_max must be 0 or more: {reuse_max}\nhint: reuse_max=20"
             )
+        frozen = check_patterns(frozen)
         in_drill = os.environ.get(_epochs.DRILL_ROOT)
         if in_drill:  # see `jaxshard drill`
             root, lease_s = in_drill, min(lease_s, _epochs.DRILL_LEASE_S)
@@ -146,12 +149,13 @@ class ResumeManager:
         self._stopped: str | None = None
         self._going = False  # a step was made since the state came from resume()
         self._closed = False
+        self._pid = os.getpid()
         with contextlib.ExitStack() as undo:
             undo.callback(self._stop.close)
             self._writer = RunWriter(
                 self._store,
                 keep,
-                frozen=[frozen] if isinstance(frozen, str) else list(frozen),
+                frozen=frozen,
                 reuse_max=reuse_max,
                 lease_s=lease_s,
                 takeover=takeover,
@@ -321,8 +325,7 @@ class ResumeManager:
             return None
         why = self._saves.busy
         if why is not None and self._when_busy == "skip":
-            logger.warning("step %d is not saved: %s", step, why)
-            self._writer.ledger.add("skip", step=step, why=why)
+            self._saves.skipped(step, why)
             return None
         return self.save(step, state, metrics=metrics)
 
@@ -332,6 +335,7 @@ class ResumeManager:
         self._stopped = reason
         self._writer.ledger.add("stop", step=step, reason=reason)
         logger.warning("asked to stop by %s: saving step %d and ending", reason, step)
+        self._writer.tidier.hurry()
         until = None if self._grace_s is None else time.monotonic() + self._grace_s
         try:
             self._saves.end(self._grace_s)  # that an earlier one has failed is no reason not to try
@@ -576,6 +580,8 @@ class ResumeManager:
 
     def _close(self, error: BaseException | None) -> None:
         self._closed = True
+        if os.getpid() != self._pid:  # a child that was forked has none of it
+            return
         try:
             self.wait_until_finished()
         finally:

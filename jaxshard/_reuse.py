@@ -4,8 +4,9 @@ A piece whose tiles have the digests that they had then gets another name for th
 link) instead of being written: of a run that trains a tenth of its weights a tenth is written.
 Each step stays whole by itself: a file goes when the last step that names it does.
 
-Only what cannot have changed is linked unseen: the same jax.Array, or a leaf that the user calls
-frozen and whose values would have to be copied from a device. (benchmarks/save.py, state frozen)
+Only what cannot have changed is linked unseen, and only once it was found to be the same: the same
+jax.Array, or one that the user calls frozen and that would have to be copied for a look at it.
+(benchmarks/reuse.py)
 """
 
 import errno
@@ -34,12 +35,16 @@ class Earlier:
       source: it, open.
       marks: the jax.Arrays that this process has saved there, by name, as long as they live; None
         if another process has saved it.
+
+    Attributes:
+      name: its directory.
     """
 
     def __init__(self, source: Source, marks: Marks | None) -> None:
         self.source = source
         self.marks: Marks = marks or {}
         self.is_ours = marks is not None
+        self.name = source.store.url.rpartition("/")[2]
         self.numbers = {
             leaf.name: number
             for number, leaf in enumerate(source.manifest.tree.leaves)
@@ -111,9 +116,21 @@ class Reuse:
         chunk = memoryview(bytearray(min(left, _CHUNK_BYTES)))
         while left:
             part = chunk[: min(left, len(chunk))]
-            self._source.store.read_range(key, at, part)
+            if self._source.store.read_range(key, at, part) < at + left:
+                raise FileNotFoundError(errno.ENOENT, "the step before has lost it", key)
             yield (part,)
             at, left = at + len(part), left - len(part)
+
+    def require_whole(self, piece: Piece) -> None:
+        """Its file is there.
+
+        Raises:
+          CorruptionError: it is not, or not in full length.
+        """
+        name = self._source.manifest.tree.leaves[self._earlier[piece.leaf]].name
+        found = self._source.store.size(self._key(piece))
+        where = f"leaf {name!r}, piece {piece.number}"
+        _tensors.require_length(where, self._key(piece), found, self._nbytes(piece))
 
     def _is_whole(self, piece: Piece) -> bool:
         return self._source.store.size(self._key(piece)) == self._nbytes(piece)
@@ -151,7 +168,7 @@ class Sharing(NamedTuple):
     Attributes:
       earlier: the step before; None if there is none.
       frozen: patterns of names whose values the user says do not change.
-      saves_max: how many steps in a row may share a file.
+      saves_max: after how many steps that have shared a file it is written anew; 0 shares none.
     """
 
     earlier: Earlier | None
@@ -184,7 +201,8 @@ class Sharing(NamedTuple):
             if there != leaf.layout._replace(path="") or shared >= self.saves_max:
                 continue
             pairs[number] = before
-            if self._is_unchanged(leaf, values[number], copy_all=options.snapshot == "copy"):
+            copy_all = options.snapshot == "copy"
+            if shared and self._is_unchanged(leaf, values[number], copy_all=copy_all):
                 unchanged.add(number)
         return Reuse(self.earlier.source, pairs, frozenset(unchanged)) if pairs else None
 
@@ -193,5 +211,5 @@ class Sharing(NamedTuple):
         mark = self.earlier.marks.get(leaf.name)
         if mark is not None and mark() is value:
             return True
-        costs = copy_all or not _arrays.is_view(leaf, value)
+        costs = leaf.container == "jax" and (copy_all or not _arrays.is_view(leaf, value))
         return self.earlier.is_ours and costs and matches_any(self.frozen, leaf.name)

@@ -119,14 +119,18 @@ class Run(Shown):
             time.sleep(min(left_s, poll_s))
 
     def _while_there(self, step: int | None, read: Callable[[str], _Read]) -> _Read:
-        """Read a step, or the newest one there is when reading ends."""
+        """Read a step, or the newest one that there is then; once more if it was thinned."""
+        replaced: StepDir | None = None
         while True:
             step_dir = find_step(self._committed(), step, self.path)
             try:
                 return read(f"{self.path}/{step_dir.name}")
             except (NotFoundError, NotCommittedError, CheckpointReplacedError) as e:
                 if step_dir in self._committed():
-                    raise
+                    if not isinstance(e, CheckpointReplacedError) or step_dir == replaced:
+                        raise
+                    replaced = step_dir
+                    continue
                 if step is not None:
                     raise CheckpointReplacedError(
                         f"{self.path}: step {step} was deleted while it was read",

@@ -40,6 +40,7 @@ class Saves:
         self._on_error = on_error
         self._failures = 0
         self._pace = Pace()
+        self._told: str | None = None
 
     # What it costs
 
@@ -79,6 +80,13 @@ class Saves:
         """The newest step that was saved, or is being saved."""
         return max(self.last, -1 if self.running is None else self.running.step or 0)
 
+    def skipped(self, step: int, why: str) -> None:
+        """Tell that a step is not saved; once for what it would have waited for."""
+        if self._told != why:
+            self._told = why
+            logger.warning("step %d is not saved: %s", step, why)
+            self._writer.ledger.add("skip", step=step, why=why)
+
     def begin(
         self,
         step: int,
@@ -93,6 +101,7 @@ class Saves:
         self._writer.tidier.catch_up()
         began = time.monotonic()
         step_dir = self._writer.next_dir(step)
+        shared = self._writer.sharing.earlier is not None
         pending = _checkpoint.save_step_async(
             self._store.child(step_dir.name),
             state,
@@ -106,10 +115,15 @@ class Saves:
         )
         self.history.append(SavedStep(step, began))
         self._pace.save_began(time.monotonic() - began)
+        self.running = pending
         if not wait:
-            self.running = pending
             return pending
+        pending.outcome()  # Ctrl-C may end this, and then it is still running
+        self.running = None
         error = self._note(pending)
+        if error is not None and shared and _may_be_of_sharing(error):
+            logger.warning("step %d is saved again, sharing nothing: %s", step, error)
+            return self.begin(step, state, metadata, options, wait=True)
         self._writer.tidier.settle()
         if error is not None:
             raise error
@@ -168,7 +182,7 @@ class Saves:
             )
         else:
             self._failures += 1
-            self._writer.failed()
+            self._writer.share_nothing()  # what could not be shared may be why
             saved = saved._replace(took_s=time.monotonic() - saved.clock_s)
             self._writer.ledger.add("save-failed", step=step, error=str(error))
         self.history.append(saved)
@@ -191,3 +205,7 @@ class Saves:
                 hint="look at the store; earlier steps are untouched",
             ) from error
         logger.warning("step %s was not saved, training goes on: %s", pending.step, error)
+
+
+def _may_be_of_sharing(error: BaseException) -> bool:
+    return isinstance(error, StorageError) and error.kind is Kind.STORAGE

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxshard import (
@@ -82,7 +82,8 @@ class SaveReport(Shown):
 class SaveJob:
     """A save that was checked and planned; nothing has been written.
 
-    `draft` is what the manifest says but for the files, if that is not of a new save.
+    `draft` is what the manifest says but for the files, if that is not of a new save; `may_commit`
+    is called right before the commit, and may raise.
     """
 
     store: Store
@@ -99,6 +100,7 @@ class SaveJob:
     overwrite: bool
     began: float
     draft: Manifest | None = None
+    may_commit: Callable[[], None] | None = None
 
     @property
     def window_bytes(self) -> int:

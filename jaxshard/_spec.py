@@ -171,14 +171,14 @@ def part_of(tree: TreeSpec, chosen: AbstractSet[int]) -> tuple[TreeSpec, list[in
     """The tree with only these leaves; the names stay.
 
     A sequence or named tuple that lost a leaf becomes a dict by index or field, so that nothing
-    moves to another's place; a container that lost everything goes too. Of leaves that are the
-    same array the first that is chosen gets its data.
+    moves to another's place; a container that lost everything goes too, and with it what was empty
+    beside it. Of leaves that are the same array the first that is chosen gets its data.
 
     Returns:
       It, and the number that each of its leaves has in `tree`.
     """
     numbers: list[int] = []
-    root = _part(tree.root, chosen, numbers)
+    root, _, _ = _part(tree.root, chosen, numbers)
     owners: dict[int, int] = {}
     leaves = []
     for number, old in enumerate(numbers):
@@ -194,22 +194,27 @@ def part_of(tree: TreeSpec, chosen: AbstractSet[int]) -> tuple[TreeSpec, list[in
     return TreeSpec(empty if root is None else root, tuple(leaves), tree.meshes), numbers
 
 
-def _part(node: Node | int, chosen: AbstractSet[int], numbers: list[int]) -> Node | int | None:
+def _part(
+    node: Node | int, chosen: AbstractSet[int], numbers: list[int]
+) -> tuple[Node | int | None, bool, bool]:
+    """What stays of a node; whether it lost a leaf, and whether it had one."""
     if isinstance(node, int):
         if node not in chosen:
-            return None
+            return None, True, True
         numbers.append(node)
-        return len(numbers) - 1
-    each = zip(child_keys(node), node.children, strict=True)
-    parts = [(key, _part(child, chosen, numbers)) for key, child in each]
-    there = [(key, part) for key, part in parts if part is not None]
-    if parts and not there:
-        return None
-    children = tuple(part for _, part in there)
-    if len(there) == len(parts):
-        return dataclasses.replace(node, children=children)
+        return len(numbers) - 1, False, True
+    found = [_part(child, chosen, numbers) for child in node.children]
+    has_lost = any(lost for _, lost, _ in found)
+    each = zip(child_keys(node), found, strict=True)
+    there = [(k, part) for k, (part, _, had) in each if part is not None and (had or not has_lost)]
+    if has_lost and not there:
+        return None, True, True
+    keys, parts = tuple(key for key, _ in there), tuple(part for _, part in there)
+    had_leaves = any(had for _, _, had in found)
+    if len(parts) == len(found):
+        return dataclasses.replace(node, children=parts), has_lost, had_leaves
     by_key: NodeType = "object" if node.type == "object" else "dict"
-    return Node(by_key, tuple(key for key, _ in there), children, node.class_name)
+    return Node(by_key, keys, parts, node.class_name), has_lost, had_leaves
 
 
 def join(parent: str, component: str) -> str:

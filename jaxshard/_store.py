@@ -103,8 +103,8 @@ class Store(Protocol):
     def changed_at(self, key: str) -> float | None:
         """When anything at or below a key last changed, in seconds since 1970; None if unknown."""
 
-    def own_bytes(self, key: str) -> int:
-        """Bytes of files at or below a key that have no other name."""
+    def files_below(self, key: str) -> Iterator[tuple[int, int, int]]:
+        """Of files at or below a key: which file it is, how many names it has, its length."""
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be written, None if there is no such limit."""
@@ -266,9 +266,9 @@ class LocalStore:
         """When anything at or below a key last changed."""
         return _durable.changed_at(self._root / key)
 
-    def own_bytes(self, key: str) -> int:
-        """Bytes of files at or below a key that have no other name."""
-        return _durable.own_bytes(self._root / key)
+    def files_below(self, key: str) -> Iterator[tuple[int, int, int]]:
+        """Inode, names and length of files at or below a key."""
+        return _durable.files_below(self._root / key)
 
     def free_bytes(self) -> int | None:
         """Space that this user may still take on the disk of the directory."""
@@ -394,10 +394,11 @@ class MemoryStore:
         del key
         return None
 
-    def own_bytes(self, key: str) -> int:
-        """Bytes of files at or below a key."""
-        below = self.child(key)
-        return self.size(key) or sum(below.size(file) or 0 for file in below.walk())
+    def files_below(self, key: str) -> Iterator[tuple[int, int, int]]:
+        """Files at or below a key; each has one name."""
+        names = [key, *(f"{key}/{file}" for file in self.child(key).walk())]
+        sizes = (self.size(name) for name in names)
+        return ((number, 1, size) for number, size in enumerate(sizes) if size is not None)
 
     def free_bytes(self) -> int | None:
         """No limit is known."""

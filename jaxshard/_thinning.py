@@ -6,14 +6,14 @@ packed again. The new manifest replaces the old one at once; whoever is reading 
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxshard import _commit, _fetch, _plan
 from jaxshard._assembly import Want
 from jaxshard._boxes import Box
 from jaxshard._epochs import Epoch
-from jaxshard._errors import LeafMismatchError
+from jaxshard._errors import ConflictError, LeafMismatchError
 from jaxshard._match import dead_patterns, selected
 from jaxshard._options import SaveOptions
 from jaxshard._plan import Stretch
@@ -27,8 +27,16 @@ from jaxshard._store import Store
 from jaxshard._writing import write
 
 
-def thin(store: Store, patterns: Sequence[str], epoch: Epoch) -> bool:
+def thin(
+    store: Store, patterns: Sequence[str], epoch: Epoch, still_wanted: Callable[[], None]
+) -> bool:
     """Let only the leaves that match stay of a checkpoint, and remove what that leaves over.
+
+    Args:
+      store: the checkpoint.
+      patterns: of the leaves that stay.
+      epoch: of this process.
+      still_wanted: called right before the commit; may raise.
 
     Returns:
       Whether there was more.
@@ -36,7 +44,7 @@ def thin(store: Store, patterns: Sequence[str], epoch: Epoch) -> bool:
     Raises:
       LeafMismatchError: nothing matches; nothing was changed.
       CorruptionError: what matches is damaged; nothing was changed.
-      ConflictError: another job has taken over; nothing was changed.
+      ConflictError: another job has taken over, or somebody was faster; nothing was changed.
       StorageError: the store failed; nothing was changed.
     """
     source = open_checkpoint(store.url).source
@@ -44,12 +52,13 @@ def thin(store: Store, patterns: Sequence[str], epoch: Epoch) -> bool:
     _commit.remove_other_attempts(store, before.attempt)  # of a crash
     if before.thinned_to:
         return False
+    _ = source.tables  # or they are damaged
     names = [leaf.name for leaf in before.tree.leaves]
     chosen = selected(names, patterns)
     if not chosen:
         problems = tuple(dead_patterns(patterns, names))
         raise LeafMismatchError(
-            f"{store.url}: thin_to matches nothing: {'; '.join(problems)}",
+            f"{store.url}: {'; '.join(problems).replace('select ', 'thin_to ')}",
             mismatches=problems,
             hint='Keep(thin_to="params/**"); `jaxshard show` has the names',
             path=store.url,
@@ -61,19 +70,32 @@ def thin(store: Store, patterns: Sequence[str], epoch: Epoch) -> bool:
         for number, leaf in enumerate(tree.leaves)
         if leaf.layout is not None and not leaf.layout.packed
     }
+    plan = _plan.plan_save(tree.leaves, [None] * len(tree.leaves)).of(0)
+    reuse = Reuse(source, filed, frozenset(filed))
+    for piece in plan.each_piece(tree.leaves):
+        reuse.require_whole(piece)
+
+    def may_commit() -> None:
+        if source.replaced():
+            raise ConflictError(
+                f"{store.url}: it was replaced while it was thinned", path=store.url
+            )
+        still_wanted()
+
     job = SaveJob(
         store=store,
         attempt=_commit.new_attempt(),
         tree=tree,
         values=(),
-        plan=_plan.plan_save(tree.leaves, [None] * len(tree.leaves)).of(0),
+        plan=plan,
         options=SaveOptions(compression=before.compression),
         metadata=before.metadata,
         step=before.step,
         epoch=epoch,
-        reuse=Reuse(source, filed, frozenset(filed)),
+        reuse=reuse,
         marks={},
         overwrite=True,
+        may_commit=may_commit,
         began=time.monotonic(),
         draft=dataclasses.replace(
             before,

@@ -4,7 +4,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxshard import _branching, _commit, _decisions, _epochs, _steps
 from jaxshard._decisions import Decision
@@ -21,7 +21,7 @@ from jaxshard._ledger import Event, Ledger
 from jaxshard._manifest import FILE, canonical
 from jaxshard._patterns import matches, matches_any
 from jaxshard._reader import Checkpoint, open_checkpoint
-from jaxshard._reuse import Earlier, Sharing
+from jaxshard._reuse import Earlier, Marks, Sharing
 from jaxshard._saving import SaveJob
 from jaxshard._steps import StepDir
 from jaxshard._store import Store, storage_errors
@@ -66,6 +66,7 @@ class RunWriter:
     ) -> None:
         self._store = store
         self.sharing = Sharing(None, frozen, reuse_max)
+        self._before: _Saved | None = None
         with storage_errors("opening", store.url):
             _make(store)
             before = _epochs.newest(store)
@@ -105,8 +106,12 @@ class RunWriter:
         with storage_errors("listing", self._store.url):
             there = {d for d in _steps.step_dirs(self._store) if d.step == step}
             committed = {d for d in there if self._store.size(f"{d.name}/{FILE}") is not None}
-            named = {name for d in _decisions.read(self._store) for name in d.names}
+            made = _decisions.read(self._store)
             epoch = _epochs.newest(self._store)
+        named = {name for decision in made for name in decision.names}
+        earlier = self.sharing.earlier
+        if earlier is not None and not _decisions.fold(made).counts(earlier.name):
+            self.share_nothing()  # what is bad is not shared
         named |= epoch.steps if epoch is not None else set()
         taken = {d for d in map(_steps.step_of, named) if d is not None and d.step == step}
         last = max((d.version for d in committed | taken), default=0)
@@ -114,10 +119,10 @@ class RunWriter:
 
     def resumed_from(self, checkpoint: Checkpoint) -> None:
         """The next step may share files with this one."""
-        self.sharing = self.sharing._replace(earlier=Earlier(checkpoint.source, None))
+        self._go_on_from(checkpoint, None)
 
-    def failed(self) -> None:
-        """The next save writes everything: a file that could not be shared may be why."""
+    def share_nothing(self) -> None:
+        """The next save writes everything."""
         self.sharing = self.sharing._replace(earlier=None)
 
     def saved(self, step_dir: StepDir, job: SaveJob) -> None:
@@ -127,40 +132,22 @@ class RunWriter:
         except (OSError, JaxshardError) as e:
             logger.warning("%s: step %d cannot be opened: %s", self._store.url, step_dir.step, e)
             return
-        self._compare(checkpoint)
-        self.sharing = self.sharing._replace(earlier=Earlier(checkpoint.source, job.marks))
-        self.tidier.begin(step_dir)
+        before, now = self._before, self._go_on_from(checkpoint, job.marks)
+        if before is None or not before.is_ours:
+            _warn_of_dead_patterns(self._store.url, self.sharing.frozen, checkpoint)
+        if before is not None:
+            _warn_if_stale(self._store.url, before, now)
+            _warn_if_not_frozen(checkpoint.path, self.sharing.frozen, before, now)
+        self.tidier.begin(step_dir, job.attempt)
 
-    def _compare(self, checkpoint: Checkpoint) -> None:
-        """With what this process has saved before: what should differ, and what should not."""
-        earlier, frozen = self.sharing.earlier, self.sharing.frozen
-        for pattern in frozen if earlier is None or not earlier.is_ours else ():
-            if not any(matches(pattern, name) for name in checkpoint):
-                logger.warning("%s: frozen %r matches no leaf", self._store.url, pattern)
-        if earlier is None:
-            return
-        before = earlier.source.manifest
-        then = {leaf.name: leaf.digest for leaf in before.tree.leaves if leaf.digest}
-        now = {name: info.digest for name, info in checkpoint.leaves.items() if info.digest}
-        if earlier.is_ours and now and now == then:
-            # A loop that saves the state of before loses all that it has learned since.
-            logger.warning(
-                "%s: every array of step %s equals that of step %s: is an old state being saved?\n"
-                "hint: pass what the update has returned, not what was given to it",
-                self._store.url,
-                checkpoint.step,
-                before.step,
-            )
-        changed = [n for n in now if n in then and now[n] != then[n] and matches_any(frozen, n)]
-        if changed:
-            logger.warning(
-                "%s: %s frozen, and not what %s at step %s: earlier steps may hold older values\n"
-                "hint: frozen= is for what training never changes",
-                checkpoint.path,
-                f"{changed[0]!r} is" if len(changed) == 1 else f"{len(changed)} leaves are",
-                "it was" if len(changed) == 1 else "they were",
-                before.step,
-            )
+    def _go_on_from(self, checkpoint: Checkpoint, marks: Marks | None) -> "_Saved":
+        source = checkpoint.source
+        earlier = Earlier(source, marks)
+        self.sharing = self.sharing._replace(earlier=earlier if earlier.numbers else None)
+        leaves = source.manifest.tree.leaves
+        digests = {leaf.name: leaf.digest for leaf in leaves if leaf.digest}
+        self._before = _Saved(checkpoint.step, digests, is_ours=marks is not None)
+        return self._before
 
     def record(self, step_dir: StepDir, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step that was saved."""
@@ -185,6 +172,14 @@ class RunWriter:
         except JaxshardError as e:
             logger.warning("%s: this cannot be written down: %s", self._store.url, e)
 
+    def leave_behind(self, step_dir: StepDir) -> None:
+        """Set aside what is newer than a step and cannot be resumed from, if the store can."""
+        why = "what is newer had been thinned, or was damaged"
+        try:
+            self.decide(lambda: _branching.rollback(self._store, step_dir.step, why, 0))
+        except JaxshardError as e:
+            logger.warning("%s: this cannot be written down: %s", self._store.url, e)
+
     def _tell(self, decision: Decision) -> None:
         fields = decision._asdict()
         self.ledger.add(
@@ -201,6 +196,47 @@ class RunWriter:
         what = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
         self.ledger.add("end", step=self.epoch.step, **what)
         self.epoch.end()
+
+
+class _Saved(NamedTuple):
+    """A step that was saved, or (not `is_ours`) resumed from: the digests of its leaves."""
+
+    step: int | None
+    digests: Mapping[str, str]
+    is_ours: bool
+
+
+def _warn_if_stale(url: str, before: _Saved, now: _Saved) -> None:
+    """A loop that saves the state of before loses all that it has learned since."""
+    if before.is_ours and now.digests and now.digests == before.digests:
+        logger.warning(
+            "%s: every array of step %s equals that of step %s: is an old state being saved?\n"
+            "hint: pass what the update has returned, not what was given to it",
+            url,
+            now.step,
+            before.step,
+        )
+
+
+def _warn_of_dead_patterns(url: str, frozen: Sequence[str], checkpoint: Checkpoint) -> None:
+    for pattern in frozen:
+        if not any(matches(pattern, name) for name in checkpoint):
+            logger.warning("%s: frozen %r matches no leaf", url, pattern)
+
+
+def _warn_if_not_frozen(path: str, frozen: Sequence[str], before: _Saved, now: _Saved) -> None:
+    """Where nobody had looked at the leaf, steps in between hold what it was."""
+    names = [name for name in now.digests if matches_any(frozen, name)]
+    changed = [n for n in names if before.digests.get(n, now.digests[n]) != now.digests[n]]
+    if changed:
+        logger.warning(
+            "%s: %s frozen, and not what %s at step %s: earlier steps may hold older values\n"
+            "hint: frozen= is for what training never changes",
+            path,
+            f"{changed[0]!r} is" if len(changed) == 1 else f"{len(changed)} leaves are",
+            "it was" if len(changed) == 1 else "they were",
+            before.step,
+        )
 
 
 def _make(store: Store) -> None:

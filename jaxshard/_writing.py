@@ -102,6 +102,8 @@ def _write(job: SaveJob, staged: Iterable[Staged | None]) -> int:
     )
     if job.epoch is not None:
         job.epoch.require_newest()
+    if job.may_commit is not None:
+        job.may_commit()
     _commit.commit(job.store, manifest, overwrite=job.overwrite)
     return sum(leaf.nbytes for leaf in manifest.reused.values())
 
@@ -242,11 +244,13 @@ class _Record:
         file = _piece_file(self._job, piece.leaf, piece.number)
 
         def start() -> _transfer.Future:
-            if self._reuse is None:
+            reuse = self._reuse
+            if reuse is None:
                 raise FileNotFoundError(errno.ENOENT, "the step before has lost its tables", file)
-            if self._reuse.link(self._syncing, file, piece):
-                return _transfer.done(True)
-            return self._syncing.write_parts(file, self._reuse.contents(piece))
+            contents = reuse.contents(piece)
+            return self._syncing.write_parts(
+                file, contents, lambda: reuse.link(self._syncing, file, piece)
+            )
 
         def finish(linked: Any) -> None:
             self._is_reused(piece, linked=linked is True)

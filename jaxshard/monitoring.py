@@ -19,6 +19,7 @@ the run keeps it (docs/format.md, "Runs"). A hook that fails is logged, and stop
 
 import datetime
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,46 @@ _CURVES = {
     },
     "resume": {"seconds": "resume/seconds", "nbytes": "resume/bytes"},
 }
+
+
+# By event: the counter that goes up with it.
+_COUNTED = {
+    "save-failed": "failed_saves",
+    "skip": "skipped_saves",
+    "fallback": "damaged_steps",
+    "stop": "stops",
+}
+# Kind and meaning of each metric.
+_METRICS = {
+    "saves": ("Counter", "steps that were committed"),
+    "failed_saves": ("Counter", "saves that failed"),
+    "skipped_saves": ("Counter", "times that a save was due while another one was running"),
+    "saved_bytes": ("Counter", "bytes of committed steps"),
+    "unchanged_bytes": ("Counter", "of these, bytes of files that the step before has too"),
+    "resumes": ("Counter", "starts that came back to a step"),
+    "damaged_steps": ("Counter", "steps that were skipped because they were damaged"),
+    "stops": ("Counter", "requests to stop"),
+    "save_seconds": ("Histogram", "from the call to the commit"),
+    "save_blocked_seconds": ("Histogram", "for how long the loop was kept"),
+    "resume_seconds": ("Histogram", "until the state was there"),
+    "saved_step": ("Gauge", "newest step that was committed"),
+    "saved_timestamp_seconds": ("Gauge", "when it was committed"),
+}
+_made: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _metrics_in(registry: Any) -> dict[str, Any]:
+    """The metrics of a registry, made once: several runs differ by their label."""
+    import prometheus_client  # noqa: PLC0415
+
+    if registry not in _made:
+        _made[registry] = {
+            name: getattr(prometheus_client, kind)(
+                f"jaxshard_{name}", text, ["run"], registry=registry
+            )
+            for name, (kind, text) in _METRICS.items()
+        }
+    return _made[registry]
 
 
 class Scalars:
@@ -139,30 +180,11 @@ class Prometheus:
         self._client = prometheus_client
         self._registry = prometheus_client.REGISTRY if registry is None else registry
         self._textfile = textfile
-        self._run = run
-        counters = {
-            "saves": "steps that were committed",
-            "failed_saves": "saves that failed",
-            "skipped_saves": "saves that were due while the last one was running",
-            "saved_bytes": "bytes of committed steps",
-            "unchanged_bytes": "of these, bytes of files that the step before has too",
-            "resumes": "starts that came back to a step",
-            "damaged_steps": "steps that were skipped because they were damaged",
-            "stops": "requests to stop",
-        }
-        self._counters = {n: self._made("Counter", n, text) for n, text in counters.items()}
-        self._save_s = self._made("Histogram", "save_seconds", "from the call to the commit")
-        self._blocked_s = self._made("Histogram", "save_blocked_seconds", "the loop was kept")
-        self._resume_s = self._made("Histogram", "resume_seconds", "until the state was there")
-        self._step = self._made("Gauge", "saved_step", "newest step that was committed")
-        self._at = self._made("Gauge", "saved_timestamp_seconds", "when it was committed")
+        metrics = _metrics_in(self._registry)
+        self._of = {name: metric.labels(run) for name, metric in metrics.items()}
         self._server = None
         if port is not None:
             self._server, _ = prometheus_client.start_http_server(port, registry=self._registry)
-
-    def _made(self, kind: str, name: str, text: str) -> Any:
-        make = getattr(self._client, kind)
-        return make(f"jaxshard_{name}", text, ["run"], registry=self._registry).labels(self._run)
 
     @property
     def port(self) -> int | None:
@@ -171,27 +193,22 @@ class Prometheus:
 
     def __call__(self, event: Event) -> None:
         """Take an event."""
-        counters = self._counters
+        of = self._of
         match event["event"]:
             case "save":
-                counters["saves"].inc()
-                counters["saved_bytes"].inc(event["nbytes"])
-                counters["unchanged_bytes"].inc(event.get("reused") or 0)
-                self._save_s.observe(event["seconds"])
-                self._blocked_s.observe(event["blocked_s"])
-                self._step.set(event["step"])
-                self._at.set(datetime.datetime.fromisoformat(event["at"]).timestamp())
-            case "save-failed":
-                counters["failed_saves"].inc()
-            case "skip":
-                counters["skipped_saves"].inc()
+                of["saves"].inc()
+                of["saved_bytes"].inc(event["nbytes"])
+                of["unchanged_bytes"].inc(event.get("reused") or 0)
+                of["save_seconds"].observe(event["seconds"])
+                of["save_blocked_seconds"].observe(event["blocked_s"])
+                of["saved_step"].set(event["step"])
+                committed = datetime.datetime.fromisoformat(event["at"])
+                of["saved_timestamp_seconds"].set(committed.timestamp())
             case "resume":
-                counters["resumes"].inc()
-                self._resume_s.observe(event["seconds"])
-            case "fallback":
-                counters["damaged_steps"].inc()
-            case "stop":
-                counters["stops"].inc()
+                of["resumes"].inc()
+                of["resume_seconds"].observe(event["seconds"])
+            case name if name in _COUNTED:
+                of[_COUNTED[name]].inc()
         if self._textfile is not None:
             self._client.write_to_textfile(os.fspath(self._textfile), self._registry)
 

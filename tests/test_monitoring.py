@@ -105,6 +105,16 @@ def test_prometheus_counts_what_goes_wrong():
     assert metrics.port is None
 
 
+def test_several_runs_differ_by_their_label():
+    registry = prometheus_client.CollectorRegistry()
+    for run in ("a", "b", "a"):
+        metrics = Prometheus(registry=registry, run=run)
+        metrics({"at": "", "event": "stop"})
+    text = prometheus_client.generate_latest(registry).decode()
+    assert 'jaxshard_stops_total{run="a"} 2.0' in text
+    assert 'jaxshard_stops_total{run="b"} 1.0' in text
+
+
 def test_scalars_leave_out_what_is_not_known():
     seen = []
     tell = Scalars(lambda *point: seen.append(point))

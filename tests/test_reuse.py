@@ -157,14 +157,49 @@ def copies(monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["the same arrays", "frozen"])
-def test_what_cannot_have_changed_is_not_even_copied(tmp_path, copies, by):
+def test_what_cannot_have_changed_is_not_even_copied_once_it_was_found_equal(tmp_path, copies, by):
     base = state(1)["base"]
     again = lambda: base if by == "the same arrays" else state(1)["base"]  # noqa: E731
-    states = {step: {"base": again(), "lora": big(step)} for step in (1, 2, 3)}
+    states = {step: {"base": again(), "lora": big(step)} for step in (1, 2, 3, 4)}
     frozen = ["base/*"] if by == "frozen" else ()
     save_all(tmp_path, states, frozen=frozen, options=SaveOptions(snapshot="copy"))
-    assert sum(copies) == (6 + 2 + 2) << 20
+    assert sum(copies) == (6 + 6 + 2 + 2) << 20
     assert_sound(tmp_path, states)
+
+
+def test_what_is_frozen_and_was_not_equal_from_the_first_is_never_taken_unseen(tmp_path, caplog):
+    """A pattern that catches too much costs a look at each save, and nothing else."""
+    states = {step: state(step) for step in range(1, 5)}
+    options = SaveOptions(snapshot="copy")
+    save_all(tmp_path, states, frozen="**", options=options)
+    assert_sound(tmp_path, states)
+    assert "2 leaves are frozen, and not what they were at step 1" in caplog.text
+
+
+def test_what_is_frozen_and_changes_later_is_told_when_it_is_written_anew(tmp_path, caplog):
+    states = {step: state(step) for step in range(1, 6)}
+    for step in (3, 4, 5):
+        states[step]["base"]["a"] = big(7.0)
+    options = SaveOptions(snapshot="copy")
+    save_all(tmp_path, states, frozen="base/**", reuse_max=2, options=options)
+    assert_sound(tmp_path, {1: states[1], 2: states[2], 4: states[4], 5: states[5]})
+    stale = jaxshard.load(tmp_path / "step_00000003")  # that is what frozen= asks for
+    assert stale["base"]["a"][0, 0] == 0
+    said = [r.getMessage() for r in caplog.records if "is frozen" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(f"{tmp_path}/step_00000004: 'base/a' is frozen")
+    assert "earlier steps may hold older values" in said[0]
+
+
+def test_numpy_arrays_are_always_looked_at(tmp_path):
+    """They can change in place, and a look at them copies nothing from a device."""
+    values = np.zeros((ROWS, 1024), np.float32)
+    with ResumeManager(tmp_path, keep=Keep(), frozen="**") as run:
+        run.resume({"w": values})
+        for step in (1, 2, 3, 4):
+            values[0, 0] = step == 4
+            run.save(step, {"w": values}, wait=True)
+    assert jaxshard.load(tmp_path / "step_00000004")["w"][0, 0] == 1
 
 
 def test_what_is_frozen_is_looked_at_where_that_copies_nothing(tmp_path, caplog):
@@ -229,18 +264,37 @@ def test_what_the_step_before_has_lost_is_written(tmp_path):
     assert_sound(tmp_path, {2: states[2]})
 
 
-def test_what_nobody_looked_at_and_is_lost_fails_one_save(tmp_path, caplog):
+@pytest.mark.parametrize("wait", [False, True])
+def test_what_nobody_looked_at_and_is_lost_fails_one_save_at_most(tmp_path, caplog, wait):
+    """With `wait` the values are still there: they are saved after all."""
     base = state(0)["base"]
-    states = {step: {"base": base, "lora": big(step)} for step in (1, 2, 3)}
+    states = {step: {"base": base, "lora": big(step)} for step in (1, 2, 3, 4)}
     with ResumeManager(tmp_path, keep=Keep()) as run:
         run.resume(states[1])
-        run.save(1, states[1], wait=True)
-        piece(tmp_path, 1, "base/a").unlink()
-        with pytest.raises(jaxshard.StorageError, match=r"'base/a'.*the step before has lost it"):
-            run.save(2, states[2], wait=True)
+        for step in (1, 2):
+            run.save(step, states[step], wait=True)
+        piece(tmp_path, 2, "base/a").unlink()
+        if wait:
+            assert run.save(3, states[3], wait=True).report.reused_nbytes == 0
+            assert "step 3 is saved again, sharing nothing: leaf 'base/a'" in caplog.text
+        else:
+            error = run.save(3, states[3]).exception()
+            assert "'base/a'" in str(error)
+            assert "the step before has lost it" in str(error)
+            assert not (tmp_path / "step_00000003/manifest.json").exists()
+        assert run.save(4, states[4], wait=True).report.reused_nbytes == (4 << 20 if wait else 0)
+    assert_sound(tmp_path, {3: states[3], 4: states[4]} if wait else {4: states[4]})
+
+
+def test_what_was_marked_bad_is_not_shared(tmp_path):
+    """Somebody has looked at its files, and found one damaged."""
+    states = {step: state(step) for step in (1, 2, 3)}
+    with ResumeManager(tmp_path, keep=Keep()) as run:
+        run.resume(state(0))
+        for step in (1, 2):
+            run.save(step, states[step], wait=True)
+        run.mark_bad(2, "a bad sector")
         assert run.save(3, states[3], wait=True).report.reused_nbytes == 0
-    assert_sound(tmp_path, {3: states[3]})
-    assert not (tmp_path / "step_00000002/manifest.json").exists()
 
 
 def test_a_damaged_table_of_the_step_before_is_no_obstacle(tmp_path):
@@ -282,6 +336,21 @@ def test_sync_covers_the_directories_of_links(tmp_path, monkeypatch):
     assert str(piece(tmp_path, 2, "base/a").parent) in synced
 
 
+def test_a_pattern_that_is_none_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match="braces must be paired"):
+        ResumeManager(tmp_path, frozen="{a")
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_what_all_go_together_is_freed_once(tmp_path):
+    save_all(tmp_path, {step: {"base": state(0)["base"]} for step in (1, 2)})
+    with ResumeManager(tmp_path, keep=Keep()) as run:
+        run.save(3, {"other": jnp.zeros(3)}, wait=True)
+    dry = jaxshard.prune(tmp_path, keep=Keep(last=1), dry_run=True).nbytes
+    assert 4 << 20 <= dry < 5 << 20
+    assert jaxshard.prune(tmp_path, keep=Keep(last=1)).nbytes == dry
+
+
 # What is said of it
 
 
@@ -317,7 +386,9 @@ def test_ledger_ls_and_show_say_what_is_shared(tmp_path):
 def test_prune_counts_what_it_frees(tmp_path):
     save_all(tmp_path, {step: state(step) for step in (1, 2, 3)})
     used = sum(f.stat().st_blocks * 512 for f in tmp_path.rglob("*") if f.is_file())
+    expected = jaxshard.prune(tmp_path, keep=Keep(last=1), dry_run=True).nbytes
     report = jaxshard.prune(tmp_path, keep=Keep(last=1))
+    assert report.nbytes == expected
     assert len(report.steps) == 2
     assert 4 << 20 <= report.nbytes < 5 << 20 < used  # lora of both; base stays
     assert_sound(tmp_path, {3: state(3)})

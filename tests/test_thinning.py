@@ -19,7 +19,15 @@ from flax.training.train_state import TrainState
 from support import assert_same_leaf, assert_same_tree, mesh, on
 
 import jaxshard
-from jaxshard import Keep, ResumeManager, SaveOptions, _commit, _durable, _thinning
+from jaxshard import (
+    Keep,
+    ResumeManager,
+    SaveOptions,
+    _branching,
+    _commit,
+    _durable,
+    _thinning,
+)
 from jaxshard.cli import command
 
 THIN = Keep(last=4, thin_to="params/**", full_last=2)
@@ -208,6 +216,97 @@ def test_memory(tmp_path):
     assert set(jaxshard.open(path)) == {"params/w", "params/b", "params/n"}
 
 
+def test_nothing_stays_of_what_is_left_out_not_even_what_is_empty(tmp_path):
+    """Optax keeps empty states; loading the part must not ask for them."""
+
+    def make(step: int) -> dict:
+        params = {"w": jnp.full(3, step), "nothing": {}}
+        return {"params": params, "opt": optax.adamw(1e-3).init(params), "also": ()}
+
+    save_all(tmp_path, range(1, 3), make, keep=Keep(thin_to="params/**", full_last=1))
+    path = tmp_path / "step_00000001"
+    like = {"params": make(0)["params"]}
+    assert_same_tree(jaxshard.load(path, like), {"params": make(1)["params"]})
+    assert list(jaxshard.load(path)) == ["params"]
+
+
+def test_without_links_it_is_copied(tmp_path, monkeypatch):
+    link = _durable.os.link
+
+    def refuse(a, b):
+        if "/data/" in str(a):
+            raise OSError(errno.EPERM, "Operation not permitted")
+        link(a, b)
+
+    monkeypatch.setattr(_durable.os, "link", refuse)
+    save_all(tmp_path, range(1, 5))
+    path = tmp_path / "step_00000002"
+    assert jaxshard.verify(path).ok
+    like = {"params": state(0)["params"]}
+    assert_same_tree(jaxshard.load(path, like), {"params": state(2)["params"]})
+
+
+# Decided meanwhile
+
+
+@pytest.mark.parametrize("at", ["before it", "within it"])
+def test_what_is_protected_while_others_are_thinned_stays_whole(tmp_path, monkeypatch, at):
+    save_all(tmp_path, range(1, 5), keep=Keep())
+    thin, write = _thinning.thin, _thinning.write
+    other = jaxshard._store.open_store(tmp_path)
+
+    def protecting(*args):
+        if at == "before it":
+            monkeypatch.setattr(_thinning, "thin", thin)
+            _branching.protect(other, 2)
+        return thin(*args)
+
+    def writing(job, staged):
+        if at == "within it" and job.step == 2:
+            _branching.protect(other, 2)
+        return write(job, staged)
+
+    monkeypatch.setattr(_thinning, "thin", protecting)
+    monkeypatch.setattr(_thinning, "write", writing)
+    save_all(tmp_path, range(5, 6), keep=Keep(thin_to="params/**"))
+    found = states_of(tmp_path)
+    assert found[2] == "protected"
+    assert not jaxshard.open(tmp_path).open(2).thinned_to
+    assert found[1] == "thinned"
+
+
+def test_protecting_what_is_thinned_just_now_says_so(tmp_path, monkeypatch):
+    save_all(tmp_path, range(1, 3), keep=Keep())
+    store = jaxshard._store.open_store(tmp_path)
+    add = _branching._decisions.add
+
+    def slow(*args, **fields):
+        _thinning.thin(store.child("step_00000001"), ["params/**"], _Epoch(), _nothing)
+        return add(*args, **fields)
+
+    monkeypatch.setattr(_branching._decisions, "add", slow)
+    with pytest.raises(jaxshard.NotFoundError, match="expected all of step 1, found a part: par"):
+        _branching.protect(store, 1)
+
+
+def test_two_that_thin_do_not_mix(tmp_path, monkeypatch):
+    """One that slept finds another manifest, and leaves it alone."""
+    save_all(tmp_path, range(1, 3), keep=Keep())
+    store = jaxshard._store.open_store(tmp_path / "step_00000001")
+    write = _thinning.write
+
+    def slept(job, staged):
+        monkeypatch.setattr(_thinning, "write", write)
+        _thinning.thin(store, ["params/w"], _Epoch(), _nothing)
+        return write(job, staged)
+
+    monkeypatch.setattr(_thinning, "write", slept)
+    with pytest.raises((jaxshard.ConflictError, jaxshard.CheckpointReplacedError)):
+        _thinning.thin(store, ["params/**"], _Epoch(), _nothing)
+    assert list(jaxshard.open(store.url)) == ["params/w"]
+    assert jaxshard.verify(store.url).ok
+
+
 # Coming back
 
 
@@ -232,6 +331,27 @@ def test_resume_falls_back_to_whole_steps_only(tmp_path, caplog):
     assert "step_00000002: only params/** is left of it" in text
 
 
+def test_what_was_passed_over_is_not_the_newest_any_more(tmp_path):
+    """Else new steps, with lower numbers, would be the ones that are deleted."""
+    keep = Keep(last=2, thin_to="params/**", full_last=1)
+    with ResumeManager(tmp_path, keep=keep) as run:
+        run.resume(state(0))
+        run.save(1, state(1), wait=True)
+        run.protect(1)
+        for step in (5, 6, 7):
+            run.save(step, state(step), wait=True)
+    (piece,) = tmp_path.glob("step_00000007/a-*/data/opt/mu/c/0/0")
+    piece.write_bytes(b"damaged")
+    with ResumeManager(tmp_path, keep=keep) as run:
+        assert run.resume(state(0))[1] == 1
+        assert run.latest_step() == 1
+        for step in (2, 3, 4):
+            run.save(step, state(step), wait=True)
+        assert {2: "gone", **states_of(tmp_path)}[2] == "gone"
+        assert run.all_steps() == [1, 3, 4]
+    assert jaxshard.open(tmp_path).latest_step() == 4
+
+
 def test_rollback_refuses_a_part(tmp_path):
     save_all(tmp_path, range(1, 5))
     with ResumeManager(tmp_path, keep=THIN) as run:
@@ -252,19 +372,24 @@ def test_a_pattern_that_matches_nothing_is_said_and_nothing_is_lost(tmp_path, ca
     save_all(tmp_path, range(1, 6), keep=Keep(last=4, thin_to="parms/**"))
     said = [r.getMessage() for r in caplog.records if "stays whole" in r.getMessage()]
     assert "step 2 stays whole" in said[0] or "step 1 stays whole" in said[0]
-    assert "thin_to matches nothing: select 'parms/**' matches no leaf" in said[0]
+    assert "thin_to 'parms/**' matches no leaf" in said[0]
     assert "there is, for example, 'params/" in said[0]
     assert set(states_of(tmp_path).values()) == {"committed"}
 
 
-def test_what_is_damaged_is_left_as_it_is(tmp_path, caplog):
-    save_all(tmp_path, range(1, 3))
-    (pack,) = tmp_path.glob("step_00000001/a-*/packs/00000/c/0")
-    pack.write_bytes(bytes(b ^ 1 for b in pack.read_bytes()))
+@pytest.mark.parametrize("what", ["packs/00000/c/0", "tables/0/p00000.bin", "data/params/w/c/0/0"])
+def test_what_is_damaged_is_left_as_it_is(tmp_path, caplog, what):
+    save_all(tmp_path, range(1, 3), reuse_max=0)
+    (file,) = tmp_path.glob(f"step_00000001/a-*/{what}")
+    data = file.read_bytes()
+    file.write_bytes(bytes(b ^ 1 for b in data) if "packs" in what else data[:100])
     before = sorted(p for p in (tmp_path / "step_00000001").rglob("*"))
-    save_all(tmp_path, range(3, 4))
+    save_all(tmp_path, range(3, 5), reuse_max=0)
     assert sorted(p for p in (tmp_path / "step_00000001").rglob("*")) == before
-    assert any("step 1 stays whole" in r.getMessage() for r in caplog.records)
+    said = [r.getMessage() for r in caplog.records if "step 1 stays whole: " in r.getMessage()]
+    assert len(said) == 1  # and not tried again
+    assert what in said[0]
+    assert states_of(tmp_path)[2] == "thinned"
 
 
 def test_a_store_that_fails_is_tried_again_at_the_next_save(tmp_path, caplog, monkeypatch):
@@ -275,7 +400,7 @@ def test_a_store_that_fails_is_tried_again_at_the_next_save(tmp_path, caplog, mo
         with monkeypatch.context() as patch:
             patch.setattr(_thinning, "thin", _fail)
             run.save(3, state(3), wait=True)
-        assert any("until the next save" in r.getMessage() for r in caplog.records)
+        assert any("will be tried again: " in r.getMessage() for r in caplog.records)
         assert states_of(tmp_path)[1] == "committed"
         run.save(4, state(4), wait=True)
     assert states_of(tmp_path) == {1: "thinned", 2: "thinned", 3: "committed", 4: "committed"}
@@ -294,7 +419,10 @@ def test_a_crash_leaves_the_whole_or_the_part(tmp_path, monkeypatch, at):
         patch.setattr(_commit, "abandon", lambda *_: None)  # who was killed cleans up nothing
         with pytest.raises(KeyboardInterrupt):
             _thinning.thin(
-                jaxshard._store.open_store(tmp_path / "step_00000001"), ["params/**"], _Epoch()
+                jaxshard._store.open_store(tmp_path / "step_00000001"),
+                ["params/**"],
+                _Epoch(),
+                _nothing,
             )
     path = tmp_path / "step_00000001"
     assert jaxshard.verify(path).ok
@@ -304,6 +432,10 @@ def test_a_crash_leaves_the_whole_or_the_part(tmp_path, monkeypatch, at):
     assert jaxshard.open(path).thinned_to == ("params/**",)
     assert len(attempts(path)) == 1
     assert jaxshard.verify(path).ok
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Epoch:
@@ -323,7 +455,29 @@ def test_who_reads_is_told(tmp_path):
         reader["opt/mu"].read()
 
 
+def test_a_reader_of_the_newest_step_follows_when_that_is_thinned(tmp_path, monkeypatch):
+    save_all(tmp_path, range(1, 3), keep=Keep())
+    store = jaxshard._store.open_store(tmp_path / "step_00000001")
+    run = jaxshard.open(tmp_path)
+    opened = jaxshard._checkpoint.open_checkpoint
+    first = []
+
+    def slow(path):
+        found = opened(path)
+        if not first:
+            first.append(_thinning.thin(store, ["params/**"], _Epoch(), _nothing))
+        return found
+
+    monkeypatch.setattr(jaxshard._checkpoint, "open_checkpoint", slow)
+    like = {"params": state(0)["params"]}
+    assert_same_tree(run.load(like, step=1, select="params/**"), {"params": state(1)["params"]})
+
+
 def test_arguments():
+    with pytest.raises(ValueError, match="thin_to has no pattern\nhint: Keep"):
+        Keep(thin_to=[])
+    with pytest.raises(ValueError, match="braces must be paired"):
+        Keep(thin_to="{a")
     with pytest.raises(
         ValueError, match=r"full_last must be at least 1: 0\nhint: Keep\(full_last=3"
     ):

@@ -1,5 +1,6 @@
 """Deletion behind saves: in nobody's way, at most one behind, and done when somebody waits."""
 
+import signal
 import threading
 import time
 
@@ -127,3 +128,73 @@ def test_an_error_that_nobody_expects_keeps_nobody_waiting(tmp_path, monkeypatch
             run.save(step, state(step), wait=True)
     assert "ZeroDivisionError" in caplog.text
     assert jaxshard.open(tmp_path).all_steps() == [1, 2, 3]
+
+
+def test_a_job_that_was_asked_to_stop_deletes_no_more_than_it_has_begun(tmp_path, gate, caplog):
+    """With a thousand old steps behind it, the last save and the end wait for one of them."""
+    caplog.set_level("WARNING")
+    with ResumeManager(tmp_path, keep=Keep()) as run:
+        run.resume(state(0))
+        for step in range(1, 9):
+            run.save(step, state(step), wait=True)
+    threading.Timer(1.0, gate.set).start()
+    with ResumeManager(tmp_path, when=Every(steps=1), keep=Keep(last=1)) as run:
+        run.resume(state(0))
+        steps = run.steps(20)
+        for step in steps:
+            run.maybe_save(step, state(step))
+            if step == 9:
+                assert gate.begun.wait(30)
+                signal.raise_signal(signal.SIGTERM)
+        assert run.exit_code == 75
+    left = jaxshard.open(tmp_path).all_steps()
+    assert left == [*range(2, 9), 9, 10]
+
+
+def test_ctrl_c_in_a_save_that_is_waited_for_forgets_nothing(tmp_path, monkeypatch):
+    opened = threading.Event()
+    commit = _commit.commit
+
+    def slow(*args, **kwargs):
+        assert opened.wait(30)
+        return commit(*args, **kwargs)
+
+    monkeypatch.setattr(_commit, "commit", slow)
+    with ResumeManager(tmp_path, keep=Keep(last=1)) as run:
+        run.resume(state(0))
+        main = threading.get_ident()
+        threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            run.save(1, state(1), wait=True)
+        assert run._saves.running is not None
+        with pytest.raises(jaxshard.ConflictError, match="expected a step larger than 1"):
+            run.save(1, state(1))
+        opened.set()
+    assert jaxshard.open(tmp_path).all_steps() == [1]
+
+
+def test_a_hook_may_wait_on_any_thread(tmp_path):
+    """Also on the one that deletes: it does not wait for itself."""
+    seen = []
+
+    def hook(event):
+        if event["event"] == "prune":
+            run.wait_until_finished()
+            seen.append(event["names"])
+
+    with ResumeManager(tmp_path, keep=Keep(last=1), on_event=hook) as run:
+        run.resume(state(0))
+        for step in (1, 2):
+            run.save(step, state(step), wait=True)
+    assert seen == [["step_00000001"]]
+
+
+def test_a_skip_is_told_once_for_what_it_waits_for(tmp_path, gate, caplog):
+    with ResumeManager(tmp_path, when=Every(steps=1), keep=Keep(last=1)) as run:
+        run.resume(state(0))
+        for step in (1, 2, 3):
+            until(run.maybe_save(step, state(step)).done)
+        for step in (4, 5, 6):
+            assert run.maybe_save(step, state(step)) is None
+        gate.set()
+    assert caplog.text.count("is not saved: old steps are still being deleted") == 1
