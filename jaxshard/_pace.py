@@ -1,6 +1,5 @@
 """How long training takes for a step, and what saves cost it. Pure: it is told the time."""
 
-import statistics
 from collections import deque
 
 _QUIET = 101  # steps without a save beside them that are remembered
@@ -46,6 +45,8 @@ class Pace:
         """What the last save cost: it blocked, and steps beside it were slower than others."""
         if not self._beside or not self._quiet:
             return self._blocked_s
+        import statistics  # noqa: PLC0415  (5 ms, which no start has to wait for)
+
         usual_s = statistics.median(self._quiet)
         return self._blocked_s + max(0.0, sum(self._beside) - usual_s * len(self._beside))
 
