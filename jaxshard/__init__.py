@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxshard import _registry
 
 if TYPE_CHECKING:
-    from jaxshard._checkpoint import PendingSave, load, save, save_async
+    from jaxshard._checkpoint import load, save, save_async
     from jaxshard._diff import DiffReport, diff
     from jaxshard._errors import (
         CheckpointReplacedError,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from jaxshard._keep import Keep
     from jaxshard._options import LoadOptions, LoadReport, SaveOptions
+    from jaxshard._pending import PendingSave
     from jaxshard._policy import Every, YoungDaly
     from jaxshard._prune import PruneReport, prune
     from jaxshard._reader import Checkpoint, LeafInfo
@@ -89,7 +90,7 @@ __all__ = [
 
 # Where each name lives; nothing is imported before it is asked for.
 _ROOMS = {
-    "_checkpoint": ("PendingSave", "load", "save", "save_async"),
+    "_checkpoint": ("load", "save", "save_async"),
     "_diff": ("DiffReport", "diff"),
     "_errors": (
         "CheckpointReplacedError", "ConflictError", "CorruptionError", "DisagreementError",
@@ -98,6 +99,7 @@ _ROOMS = {
     ),
     "_keep": ("Keep",),
     "_options": ("LoadOptions", "LoadReport", "SaveOptions"),
+    "_pending": ("PendingSave",),
     "_policy": ("Every", "YoungDaly"),
     "_prune": ("PruneReport", "prune"),
     "_reader": ("Checkpoint", "LeafInfo"),

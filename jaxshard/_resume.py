@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxshard import _branching, _checkpoint, _epochs, _saving
 from jaxshard._branching import find_step
-from jaxshard._checkpoint import PendingSave
 from jaxshard._comeback import Comeback
 from jaxshard._errors import (
     ConflictError,
@@ -26,6 +25,7 @@ from jaxshard._keep import Keep
 from jaxshard._keeping import plain_metrics
 from jaxshard._options import SaveOptions
 from jaxshard._patterns import check_patterns
+from jaxshard._pending import PendingSave
 from jaxshard._policy import Every, SavePolicy
 from jaxshard._saves import Saves
 from jaxshard._steps import StepDir

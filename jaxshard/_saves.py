@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxshard import _checkpoint
-from jaxshard._checkpoint import PendingSave
 from jaxshard._errors import JaxshardError, Kind, StorageError
 from jaxshard._options import SaveOptions
 from jaxshard._pace import Pace
+from jaxshard._pending import PendingSave
 from jaxshard._policy import SavedStep
 from jaxshard._store import Store
 from jaxshard._writer import RunWriter
