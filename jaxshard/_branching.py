@@ -87,7 +87,7 @@ def _is_a_part(store: Store, step: int, thinned_to: tuple[str, ...]) -> NotFound
         f"{store.url}: expected all of step {step}, found a part: {', '.join(thinned_to)}",
         path=store.url,
         step=step,
-        hint="`jaxshard ls` shows which steps are whole",
+        hint=f"`jaxshard ls {store.url}` shows which steps are whole",
     )
 
 
@@ -145,6 +145,14 @@ def rollback(store: Store, step: int, why: str, skip_batches: int) -> Decision:
             f"rollback: skip_batches must be 0 or more: {skip_batches}\nhint: skip_batches=100"
         )
     now = look(store)
+    for name, reason in now.others.items():
+        if name in {d.name for d in now.committed if d.step == step} - {d.name for d in now.branch}:
+            raise NotFoundError(
+                f"{store.url}: expected step {step} to count, found that it is out: {reason}",
+                path=store.url,
+                step=step,
+                hint=f"another step (`jaxshard ls {store.url}`), or `jaxshard undo` first",
+            )
     thinned_to = _thinned_to(store, find_step(now.branch, step, store.url))
     if thinned_to:
         raise _is_a_part(store, step, thinned_to)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxshard import _arrays, _branching, _checkpoint, _loading, _run
+from jaxshard import _arrays, _branching, _checkpoint, _loading, _run, _trees
 from jaxshard._errors import (
     CorruptionError,
     Kind,
@@ -17,6 +17,7 @@ from jaxshard._errors import (
     bullet_list,
 )
 from jaxshard._loading import LoadArguments
+from jaxshard._match import dead_patterns
 from jaxshard._options import LoadOptions
 from jaxshard._reader import Checkpoint, open_checkpoint
 from jaxshard._store import PathLike, Store
@@ -106,6 +107,11 @@ class Comeback:
     ) -> Any:
         """The state of a fresh run; see `ResumeManager.resume`."""
         if not self._init_from:
+            if mapping is not None:
+                raise ValueError(
+                    f"{self._store.url}: mapping= says what to take from init_from=, which is not "
+                    "given\nhint: ResumeManager(root, init_from=[another_run])"
+                )
             state = self._made(like, init)
             self._writer.ledger.add("fresh")
             return state
@@ -113,6 +119,7 @@ class Comeback:
         arguments = LoadArguments(options=_OPTIONS)
         if mapping is not None:
             like = self._made(like, init)
+            _require_alive(mapping, checkpoint, like)
             arguments = LoadArguments(
                 options=_OPTIONS, rename=mapping, select=list(mapping.values()), only_renamed=True
             )
@@ -144,7 +151,7 @@ class Comeback:
                 found = _run.open(path)
                 return found.open() if isinstance(found, _run.Run) else found
             except (NotFoundError, NotCommittedError) as e:
-                lines.append(str(e).splitlines()[0])
+                lines.append(f"{str(e).splitlines()[0]} ({e.hint})")
         raise NotFoundError(
             bullet_list(f"{self._store.url}: nothing of init_from is there:", tuple(lines)),
             path=self._store.url,
@@ -154,13 +161,38 @@ class Comeback:
 
 _OPTIONS = LoadOptions(donatable=True, release_like=True)
 _CHANGED = (
-    "for a changed model or optimizer begin another run, with init_from={path} and "
-    "resume(state, mapping={{'params/**': 'params/**'}}); "
-    "or jaxshard.load({path}, state, …) with {ways}"
+    "for a changed model or optimizer begin another run, with init_from={run} and "
+    "resume(state, mapping={{'params/**': 'params/**'}}), or whatever still fits; "
+    "or use jaxshard.load({path}, state, …) with {ways}"
 )
 _MAPPED = (
     "resume(state, mapping={{saved: wanted}}) says what to take; `jaxshard show` has the names"
 )
+
+
+def _require_alive(mapping: Mapping[str, str], checkpoint: Checkpoint, like: Any) -> None:
+    """Every pattern of a mapping matches something, on its side.
+
+    Raises:
+      LeafMismatchError: names those that do not.
+    """
+    wanted = [leaf.name for leaf in _trees.flatten(like, abstract=True).spec.leaves]
+    problems = [
+        line.replace("select ", "mapping ", 1)
+        for patterns, names, of in (
+            (list(mapping), list(checkpoint), "of what was saved"),
+            (list(mapping.values()), wanted, "of the state"),
+        )
+        for line in dead_patterns(patterns, names, of=of)
+    ]
+    if problems:
+        raise LeafMismatchError(
+            bullet_list(f"{checkpoint.path}: what is to be taken from it:", tuple(problems)),
+            mismatches=tuple(problems),
+            hint="mapping={'saved/names/**': 'names/in/state/**'}; `jaxshard show` has the names",
+            path=checkpoint.path,
+            step=checkpoint.step,
+        )
 
 
 def _load_onto(
@@ -178,9 +210,13 @@ def _load_onto(
         state, report = _loading.load_tree(checkpoint, like, arguments, in_place=True)
     except LeafMismatchError as e:
         raise LeafMismatchError(
-            str(e).removesuffix(f"\nhint: {e.hint}"),
+            str(e).removesuffix(f"\nhint: {e.hint}").replace("rename gives", "mapping gives"),
             mismatches=e.mismatches,
-            hint=hint.format(path=repr(checkpoint.path), ways=str(e.hint).rpartition(": ")[2]),
+            hint=hint.format(
+                path=repr(checkpoint.path),
+                run=repr(checkpoint.path.rpartition("/")[0]),
+                ways=str(e.hint).rpartition(": ")[2],
+            ),
             path=e.path,
             step=e.step,
         ) from None

@@ -202,7 +202,7 @@ def drill(
         step = job.kill()
         storage = max(storage, _bytes_below(root / "killed"))
         lost_before = job.report().goodput.lost_s
-        say(f"kill {number}: in step {step + 1}")
+        say(f"kill {number}: after step {step}")
         job = _Job(command, root, "killed", number)
         resume_s = job.wait_for_new_step()
         lost_s = job.report().goodput.lost_s - lost_before

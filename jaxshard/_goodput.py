@@ -15,7 +15,8 @@ class Goodput(NamedTuple):
     """Where the time of a run went; all parts add up to `wall_s`.
 
     Attributes:
-      wall_s: from the first start to the last sign of life.
+      wall_s: from the first start to the last sign of life, without the time between the end of
+        training and a start that went on beyond it.
       useful_s: in steps that count.
       saving_s: what saves cost training: blocked, and slower steps beside them.
       lost_s: in steps that had to be done again, since they had not been saved; as far as the last
@@ -23,7 +24,7 @@ class Goodput(NamedTuple):
       restoring_s: from a start to the state being there.
       down_s: between an end and the next start.
       starts: how often the job was started.
-      failures: how many of them were killed, or ended with an error.
+      failures: how many of them were killed, or ended with an error after they had begun.
       lost_steps: steps that had to be done again.
       saves: committed ones.
       failed_saves: others.
@@ -86,28 +87,38 @@ class JobStart(NamedTuple):
     kept: int
 
 
+class Save(NamedTuple):
+    """A save that was committed: when, and its event."""
+
+    at: float
+    event: Event
+
+
 class _Start:
     """One start of the job, up to its end."""
 
-    def __init__(self, event: Event) -> None:
-        self.began = _seconds(event)
+    def __init__(self, event: Event, idle_s: float) -> None:
+        self._idle_s = idle_s  # between the end of training and its next start: nobody's time
+        self.began = _seconds(event) - idle_s
         self.ready: float | None = None
         self.resumed = 0
-        self.saves: list[Event] = []
+        self.saves: list[Save] = []
         self.failed_saves = 0
         self.last = self.began  # sign of life
         self.last_step = 0
         self.ended = False
+        self.is_done = False  # training had come to its end
+        self.is_false = False  # it ended with an error before it had begun: a wrong argument
 
     def add(self, event: Event) -> None:
         """Take note of an event of this start."""
-        self.last = max(self.last, _seconds(event))
+        self.last = max(self.last, _seconds(event) - self._idle_s)
         match event["event"]:
             case "resume" | "fresh":
-                self.ready = _seconds(event)
+                self.ready = _seconds(event) - self._idle_s
                 self.resumed = self.last_step = int(event.get("step", 0))
             case "save":
-                self.saves.append(event)
+                self.saves.append(Save(_seconds(event) - self._idle_s, event))
                 self.seen(int(event["step"]))
             case "save-failed":
                 self.failed_saves += 1
@@ -116,17 +127,19 @@ class _Start:
                 self.seen(int(event["step"]))
             case "end":
                 self.ended = "error" not in event
+                self.is_done = event.get("done") is True
+                self.is_false = self.ready is None and not self.ended
                 self.seen(int(event.get("step") or 0))
 
     def seen(self, step: int, at: float | None = None) -> None:
         """It had come to a step."""
         self.last_step = max(self.last_step, step)
-        self.last = max(self.last, at or 0.0)
+        self.last = max(self.last, (at or 0.0) - self._idle_s)
 
     def kept_until(self, step: int) -> float:
         """When the state of a step was there, which a later start has come back to."""
         ready = self.ready if self.ready is not None else self.last
-        at = [_seconds(save) for save in self.saves if save["step"] <= step]
+        at = [save.at for save in self.saves if save.event["step"] <= step]
         return max(at, default=ready) if step > self.resumed else ready
 
 
@@ -139,14 +152,14 @@ def goodput(events: Iterable[Event], step: int | None = None, seen: str | None =
       seen: when, ISO 8601.
     """
     starts = _starts(events, step, seen)
-    saves = [save for start in starts for save in start.saves]
+    saves = [save.event for start in starts for save in start.saves]
     costs = [float(save.get("cost_s") or 0.0) for save in saves]
     wall_s = starts[-1].last - starts[0].began if starts else 0.0
     restoring_s = sum((s.ready if s.ready is not None else s.last) - s.began for s in starts)
     down_s = lost_s = 0.0
     lost_steps = failures = 0
     for before, after in itertools.pairwise(starts):
-        failures += not before.ended
+        failures += not (before.ended or before.is_false)
         down_s += max(0.0, after.began - before.last)
         if after.ready is not None and after.resumed < before.last_step:
             lost_steps += before.last_step - after.resumed
@@ -185,10 +198,10 @@ def job_starts(
             began_s=start.began - zero,
             ready_s=None if start.ready is None else start.ready - zero,
             resumed=start.resumed,
-            saves=tuple((_seconds(save) - zero, int(save["step"])) for save in start.saves),
+            saves=tuple((save.at - zero, int(save.event["step"])) for save in start.saves),
             last_s=start.last - zero,
             last_step=start.last_step,
-            ended=start.ended,
+            ended=start.ended or start.is_false,
             kept=start.last_step if kept is None else min(kept, start.last_step),
         )
         for start, kept in zip(starts, [*nexts, None], strict=False)
@@ -197,11 +210,14 @@ def job_starts(
 
 def _starts(events: Iterable[Event], step: int | None, seen: str | None) -> list[_Start]:
     starts: list[_Start] = []
+    idle_s = 0.0
     for event in events:
         if event["event"] == "start":
             if starts and event.get("last_step") is not None:
                 starts[-1].seen(int(event["last_step"]), _at(event.get("last_seen")))
-            starts.append(_Start(event))
+            if starts and starts[-1].is_done:
+                idle_s += max(0.0, _seconds(event) - idle_s - starts[-1].last)
+            starts.append(_Start(event, idle_s))
         elif starts:
             starts[-1].add(event)
     if starts and step is not None:

@@ -47,8 +47,8 @@ class Keep:
       metric: name of a number that came with `maybe_save`, `save` or `record`.
       mode: whether the smallest or the largest are best. NaN is never among them.
       thin_to: patterns of the leaves that stay of older steps, as in `select`: `"params/**"`.
-      full_last: how many of the newest stay whole; one more than 1 for when the newest is damaged.
-        Protected ones stay whole too.
+      full_last: with `thin_to`, how many of the newest stay whole; 2 if it is not given, so that
+        there is one more when the newest is damaged. Protected ones stay whole too.
 
     Example:
       >>> import jaxshard
@@ -66,7 +66,7 @@ class Keep:
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
     thin_to: str | Sequence[str] | None = None
-    full_last: int = 2
+    full_last: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("last", "every_steps", "best", "full_last"):
@@ -82,6 +82,11 @@ class Keep:
             raise ValueError(
                 f"Keep: best={self.best}, metric={self.metric!r}: expected both or neither\n"
                 'hint: Keep(last=3, best=2, metric="loss", mode="min")'
+            )
+        if self.full_last is not None and self.thin_to is None:
+            raise ValueError(
+                f"Keep: full_last={self.full_last} is for thin_to=, which is not given\n"
+                'hint: Keep(last=5, thin_to="params/**", full_last=2)'
             )
         if self.thin_to is not None and not check_patterns(self.thin_to):
             raise ValueError(
@@ -113,7 +118,7 @@ class Keep:
         if self.thin_to is None:
             return set()
         ordered = sorted(steps, key=lambda s: s.step)
-        whole = {s.step for s in ordered[-self.full_last :]}
+        whole = {s.step for s in ordered[-(self.full_last or 2) :]}
         whole |= {s.step for s in ordered if s.protected}
         return self.kept(ordered) - whole
 

@@ -1,5 +1,6 @@
 """What `Keep` says of the steps of a run: with their times, metrics, and what was decided."""
 
+import dataclasses
 import datetime
 import logging
 import math
@@ -74,6 +75,10 @@ class Keeper:
     def was_thinned(self, step_dir: StepDir) -> None:
         """It was, or cannot be."""
         self._thinned.add(step_dir.name)
+
+    def thin_none(self) -> None:
+        """There is nothing that `thin_to` would leave of any step."""
+        self._keep = dataclasses.replace(self._keep, thin_to=None, full_last=None)
 
     @property
     def thin_to(self) -> list[str]:

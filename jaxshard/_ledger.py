@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxshard._store import Store
@@ -18,6 +18,7 @@ logger = logging.getLogger("jaxshard")
 
 DIR = "events"
 Event = Mapping[str, Any]
+Hook = Callable[[Event], None]
 
 
 class Ledger:
@@ -25,12 +26,12 @@ class Ledger:
 
     Args:
       store: the directory of the run.
-      on_event: called with each event as it happens, on the thread where it does.
+      hooks: called with each event as it happens, on the thread where it does.
     """
 
-    def __init__(self, store: Store, on_event: Callable[[Event], None] | None) -> None:
+    def __init__(self, store: Store, hooks: Sequence[Hook]) -> None:
         self._store = store
-        self._on_event = on_event
+        self._hooks = hooks
         began = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S%f")
         self._file = f"{DIR}/{began}-00000-{secrets.token_hex(4)}.jsonl"
         self._writing = threading.RLock()  # a finalizer may run anywhere
@@ -50,9 +51,9 @@ class Ledger:
             if not self._failed:
                 logger.warning("%s: the ledger cannot be written: %s", self._store.url, e)
             self._failed = True
-        if self._on_event is not None:
+        for hook in self._hooks:
             try:
-                self._on_event(line)
+                hook(line)
             except Exception:
                 logger.exception("on_event failed at %r", event)
 

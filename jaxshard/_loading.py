@@ -123,10 +123,14 @@ class _Load:
         problems = tuple(self.problems)
         count = counted(len(problems), "difference")
         title = f"{self.checkpoint.path}: {count} between what was saved and what is wanted:"
+        hint, part = _hint(problems), ", ".join(self.checkpoint.thinned_to)
+        if part:
+            title = f"{self.checkpoint.path}: only {part} was left of it (Keep(thin_to=)); {count}:"
+            hint = f"select={list(self.checkpoint.thinned_to)!r}"
         raise LeafMismatchError(
             bullet_list(title, problems),
             mismatches=problems,
-            hint=_hint(problems),
+            hint=hint,
             path=self.checkpoint.path,
             step=self.checkpoint.step,
         )

@@ -162,8 +162,8 @@ def is_traced_scalar(saved: LeafSpec, wanted: LeafSpec) -> bool:
     )
 
 
-def dead_patterns(select: Sequence[str], names: Sequence[str]) -> list[str]:
-    """A sentence for each pattern of `select` that matches no leaf."""
+def dead_patterns(select: Sequence[str], names: Sequence[str], *, of: str = "") -> list[str]:
+    """A sentence for each pattern of `select` that matches no leaf; `of` says of what."""
     problems = []
     for pattern in select:
         if any(matches(pattern, name) for name in names):
@@ -173,7 +173,7 @@ def dead_patterns(select: Sequence[str], names: Sequence[str]) -> list[str]:
         meant = f"; did you mean {pattern + '/**'!r}?" if below else ""
         if close and not below:
             meant = f"; there is, for example, {close[0]!r}"
-        problems.append(f"select {pattern!r} matches no leaf{meant}")
+        problems.append(f"select {pattern!r} matches no leaf{of and ' '}{of}{meant}")
     return problems
 
 

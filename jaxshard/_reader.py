@@ -308,7 +308,9 @@ class Checkpoint(Shown, Mapping[str, Leaf]):
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"<Checkpoint {self.path!r}{step}, {len(self)} leaves, {size_text(self.nbytes)}>"
+        part = f", thinned to {', '.join(self.thinned_to)}" if self.thinned_to else ""
+        size = size_text(self.nbytes)
+        return f"<Checkpoint {self.path!r}{step}, {len(self)} leaves, {size}{part}>"
 
     def __str__(self) -> str:
         rows = [
@@ -387,12 +389,16 @@ def why_not_there(store: Store) -> NotFoundError | NotCommittedError:
             hint=hint,
         )
     near = _neighbours(store.url)
+    hint = f"beside it there is: {near}" if near else "is the path right?"
+    path, at, step = store.url.rpartition("@")
+    if at and step.isdecimal():
+        hint = f"RUN@STEP is for the command line; here {path}/step_{int(step):08d}"
     return NotFoundError(
         f"{store.url}: expected a checkpoint, found nothing"
         if found is _commit.Found.NOTHING
         else f"{store.url}: expected a checkpoint, found other files and no {FILE}",
         path=store.url,
-        hint=f"beside it there is: {near}" if near else "is the path right?",
+        hint=hint,
     )
 
 

@@ -17,24 +17,28 @@ class RunReport(Shown):
       path: the run.
       goodput: where its time went; see its fields.
       starts: each start of its job.
+      begun_with: the checkpoint that it began with (`init_from`), None if it began afresh.
     """
 
     path: str
     goodput: Goodput
     starts: tuple[JobStart, ...] = ()
+    begun_with: str | None = None
 
     def __str__(self) -> str:
         g = self.goodput
         starts, failures = counted(g.starts, "start"), counted(g.failures, "failure")
-        saved = f"{counted(g.saves, 'save')} of {size_text(g.nbytes)} in all"
+        saved = f"{counted(g.saves, 'save')}, {size_text(g.nbytes - g.reused_nbytes)} written"
         if g.reused_nbytes:
-            saved += f", {size_text(g.reused_nbytes)} of it not changed"
+            saved += f", {size_text(g.reused_nbytes)} unchanged since the save before"
         lines = [
             f"{self.path}: {g.goodput:.1%} of {duration_text(g.wall_s)} in useful steps",
             *(f"  {name:<10} {duration_text(s):>9} {share:>6.1%}" for name, s, share in self.parts),
             f"  {starts}, {failures}, {counted(g.lost_steps, 'step')} done again",
             f"  {saved}, {g.failed_saves} failed",
         ]
+        if self.begun_with is not None:
+            lines.append(f"  began with {self.begun_with}")
         if g.save_cost_s is not None:
             lines.append(f"  a save costs training {duration_text(g.save_cost_s)}")
         if g.best_interval_s is not None and g.mtbf_s is not None:
@@ -107,4 +111,6 @@ def report(root: PathLike) -> RunReport:
         step, seen = (None, None) if epoch is None else (epoch.step, epoch.seen)
         events = _ledger.read(store)
         starts = job_starts(events, step, seen)
-        return RunReport(store.url, goodput(events, step, seen), starts)
+        begun = [e["init_from"] for e in events if e["event"] == "fresh" and e.get("init_from")]
+        begun_with = begun[-1] if begun else None
+        return RunReport(store.url, goodput(events, step, seen), starts, begun_with)

@@ -23,6 +23,7 @@ from jaxshard._errors import (
 )
 from jaxshard._keep import Keep
 from jaxshard._keeping import plain_metrics
+from jaxshard._ledger import Hook
 from jaxshard._options import SaveOptions
 from jaxshard._patterns import check_patterns
 from jaxshard._pending import PendingSave
@@ -72,7 +73,7 @@ class ResumeManager:
         first one that is there. Not looked at when there is something to resume. See `resume` for
         taking a part.
       on_event: called with a mapping for each event of the ledger, on the thread where it happens;
-        see `jaxshard.monitoring`.
+        or several of them. See `jaxshard.monitoring`.
       options: see `SaveOptions`.
 
     Raises:
@@ -112,7 +113,7 @@ class ResumeManager:
         frozen: str | Iterable[str] = (),
         reuse_max: int = 20,
         init_from: PathLike | Sequence[PathLike] | None = None,
-        on_event: Callable[[Mapping[str, Any]], None] | None = None,
+        on_event: Hook | Sequence[Hook] | None = None,
         options: SaveOptions = SaveOptions(),
     ) -> None:
         _saving.require_one_process()
@@ -159,7 +160,7 @@ class ResumeManager:
                 reuse_max=reuse_max,
                 lease_s=lease_s,
                 takeover=takeover,
-                on_event=on_event,
+                hooks=_hooks(on_event),
             )
             undo.callback(self._writer.epoch.end)
             self._comeback = Comeback(self._store, self._writer, _paths(init_from))
@@ -213,6 +214,11 @@ class ResumeManager:
           StorageError: the store failed; try again.
         """
         self._require_open()
+        if mapping is not None and not isinstance(mapping, Mapping):
+            raise TypeError(
+                f"resume: expected mapping to be a dict, found {type(mapping).__name__}\n"
+                "hint: mapping={'params/**': 'params/**'}"
+            )
         self.wait_until_finished()
         found = self._comeback.newest_sound(like)
         if found is not None:
@@ -319,7 +325,9 @@ class ResumeManager:
         if reason is not None and not is_last:
             return self._save_and_stop(step, state, metrics, reason)
         if is_last:
-            return self.save(step, state, metrics=metrics, wait=True)
+            pending = self.save(step, state, metrics=metrics, wait=True)
+            self._writer.is_done = True
+            return pending
         self._require_larger(step)
         if not self._when(step, now, tuple(self._saves.history)):
             return None
@@ -641,6 +649,17 @@ def _release(
         saves.end()
     finally:
         writer.close(error)
+
+
+def _hooks(on_event: Hook | Sequence[Hook] | None) -> list[Hook]:
+    hooks = [] if on_event is None else [on_event] if callable(on_event) else list(on_event)
+    for hook in hooks:
+        if not callable(hook):
+            raise TypeError(
+                f"ResumeManager: expected on_event to be a function, found {hook!r:.80}\n"
+                "hint: on_event=jaxshard.monitoring.TensorBoard('logs')"
+            )
+    return hooks
 
 
 def _paths(init_from: PathLike | Sequence[PathLike] | None) -> list[PathLike]:

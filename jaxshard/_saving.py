@@ -71,7 +71,7 @@ class SaveReport(Shown):
     def __str__(self) -> str:
         what = f"{size_text(self.nbytes)} in {counted(self.files, 'file')}"
         if self.reused_nbytes:
-            what += f" ({size_text(self.reused_nbytes)} of it not changed, and not written)"
+            what += f" ({size_text(self.reused_nbytes)} of it unchanged, and not written)"
         text = f"{self.path}: saved {what}, {self.seconds:.2f} s"
         text += f" ({rate_text(self.nbytes, self.seconds)})"
         waited = self.blocked_s < self.seconds

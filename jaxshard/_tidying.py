@@ -138,7 +138,11 @@ class Tidier:
             except ConflictError as e:
                 logger.info("step %d is not thinned: %s", step_dir.step, e)
                 break  # another job has taken over, or somebody has decided something
-            except (CorruptionError, LeafMismatchError) as e:
+            except LeafMismatchError as e:
+                logger.warning("steps stay whole: %s", e)
+                self._keeper.thin_none()
+                break
+            except CorruptionError as e:
                 logger.warning("step %d stays whole: %s", step_dir.step, e)
             self._keeper.was_thinned(step_dir)
         return done

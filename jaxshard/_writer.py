@@ -17,7 +17,7 @@ from jaxshard._errors import (
 from jaxshard._identity import Identity
 from jaxshard._keep import Keep
 from jaxshard._keeping import Keeper
-from jaxshard._ledger import Event, Ledger
+from jaxshard._ledger import Hook, Ledger
 from jaxshard._manifest import FILE, canonical
 from jaxshard._patterns import matches, matches_any
 from jaxshard._reader import Checkpoint, open_checkpoint
@@ -36,6 +36,7 @@ class RunWriter:
     """The one process that writes to a run.
 
     Attributes:
+      is_done: whether training has come to its end.
       tidier: deletes what is not kept, behind each save.
       sharing: what the next step may share with the one that was saved, or resumed from, last.
 
@@ -46,7 +47,7 @@ class RunWriter:
       reuse_max: how many steps in a row may share a file.
       lease_s: a writer that gives no sign of life for so long is dead.
       takeover: begin even beside one that is alive.
-      on_event: see `Ledger`.
+      hooks: see `Ledger`.
 
     Raises:
       ConflictError: a checkpoint is there, or another process is writing.
@@ -62,11 +63,12 @@ class RunWriter:
         reuse_max: int,
         lease_s: float,
         takeover: bool,
-        on_event: Callable[[Event], None] | None,
+        hooks: Sequence[Hook],
     ) -> None:
         self._store = store
         self.sharing = Sharing(None, frozen, reuse_max)
         self._before: _Saved | None = None
+        self.is_done = False
         with storage_errors("opening", store.url):
             _make(store)
             before = _epochs.newest(store)
@@ -74,7 +76,7 @@ class RunWriter:
                 store, lambda: _branching.names(store), lease_s=lease_s, takeover=takeover
             )
             try:
-                self.ledger = Ledger(store, on_event)
+                self.ledger = Ledger(store, hooks)
                 self.keeper = Keeper(store, keep)
                 self.tidier = Tidier(store, self.keeper, self.epoch, self.ledger)
                 late = _branching.look(store).late
@@ -134,7 +136,8 @@ class RunWriter:
             return
         before, now = self._before, self._go_on_from(checkpoint, job.marks)
         if before is None or not before.is_ours:
-            _warn_of_dead_patterns(self._store.url, self.sharing.frozen, checkpoint)
+            _warn_of_dead_patterns(self._store.url, "frozen", self.sharing.frozen, checkpoint)
+            _warn_of_dead_patterns(self._store.url, "thin_to", self.keeper.thin_to, checkpoint)
         if before is not None:
             _warn_if_stale(self._store.url, before, now)
             _warn_if_not_frozen(checkpoint.path, self.sharing.frozen, before, now)
@@ -194,7 +197,7 @@ class RunWriter:
         """
         self.tidier.settle()
         what = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
-        self.ledger.add("end", step=self.epoch.step, **what)
+        self.ledger.add("end", step=self.epoch.step, done=self.is_done, **what)
         self.epoch.end()
 
 
@@ -218,10 +221,12 @@ def _warn_if_stale(url: str, before: _Saved, now: _Saved) -> None:
         )
 
 
-def _warn_of_dead_patterns(url: str, frozen: Sequence[str], checkpoint: Checkpoint) -> None:
-    for pattern in frozen:
+def _warn_of_dead_patterns(
+    url: str, what: str, patterns: Sequence[str], checkpoint: Checkpoint
+) -> None:
+    for pattern in patterns:
         if not any(matches(pattern, name) for name in checkpoint):
-            logger.warning("%s: frozen %r matches no leaf", url, pattern)
+            logger.warning("%s: %s %r matches no leaf", url, what, pattern)
 
 
 def _warn_if_not_frozen(path: str, frozen: Sequence[str], before: _Saved, now: _Saved) -> None:

@@ -2,16 +2,10 @@
 
 `TensorBoard` writes curves beside those of the training (`pip install jaxshard[tensorboard]`);
 `Prometheus` counts what an alert may be about (`pip install jaxshard[prometheus]`); `Scalars` hands
-numbers to any other logger. Each is a function of one event, so that several are called one after
-the other::
+numbers to any other logger; several at once are a list::
 
-    board, metrics = TensorBoard("logs"), Prometheus(port=9400)
-
-    def tell(event):
-        board(event)
-        metrics(event)
-
-    run = jaxshard.ResumeManager("runs/lm", on_event=tell)
+    hooks = [TensorBoard("logs"), Prometheus(port=9400, run="lm")]
+    run = jaxshard.ResumeManager("runs/lm", on_event=hooks)
 
 An event is a mapping with `at` (UTC, ISO 8601), `event` and what belongs to it, as the ledger of
 the run keeps it (docs/format.md, "Runs"). A hook that fails is logged, and stops nobody.
@@ -62,6 +56,7 @@ _METRICS = {
     "saved_step": ("Gauge", "newest step that was committed"),
     "saved_timestamp_seconds": ("Gauge", "when it was committed"),
 }
+_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _made: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -72,7 +67,11 @@ def _metrics_in(registry: Any) -> dict[str, Any]:
     if registry not in _made:
         _made[registry] = {
             name: getattr(prometheus_client, kind)(
-                f"jaxshard_{name}", text, ["run"], registry=registry
+                f"jaxshard_{name}",
+                text,
+                ["run"],
+                registry=registry,
+                **({"buckets": _BUCKETS_S} if kind == "Histogram" else {}),
             )
             for name, (kind, text) in _METRICS.items()
         }

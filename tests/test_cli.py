@@ -186,7 +186,7 @@ def test_ls_of_a_run_without_a_step_and_of_attempts_only(tmp_path):
 def test_show_has_every_leaf_with_type_placement_storage_and_bytes(sound_run):
     text = answer("show", f"{sound_run}@200")
     flat = {line.split("  ")[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
-    assert flat["params/embed"] == "float32[64,16] P('a', None) array, shared 4.0 KiB 95.3%"
+    assert flat["params/embed"] == "float32[64,16] P('a', None) array, unchanged 4.0 KiB 95.3%"
     assert flat["params/dense/kernel"] == "bfloat16[8,8] pack 128 B 3.0%"
     assert flat["tied"] == "float32[64,16] P('a', None) same as params/embed 0 B 0.0%"
     assert flat["step"] == "Python int 200 manifest 0 B 0.0%"
@@ -466,7 +466,7 @@ def test_prune_keeps_what_changed_recently(tmp_path, age, goes):
 def test_prune_refuses_what_is_no_age(tmp_path):
     result = call("prune", tmp_path, "--older-than", "soon")
     assert result.exit_code == 2
-    assert "expected a duration such as 90s, 30m, 2h or 7d, found 'soon'" in result.stderr
+    assert "expected a duration such as 500ms, 90s, 30m, 2h or 7d, found 'soon'" in result.stderr
 
 
 def test_prune_says_which_steps_are_damaged(damaged_run):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import jaxshard
 from jaxshard import (
@@ -21,6 +22,7 @@ from jaxshard import (
 )
 from jaxshard._errors import Kind
 from jaxshard._store import open_store
+from jaxshard.cli import command
 
 
 def state_of(step: int, branch: str = "") -> dict[str, Any]:
@@ -525,3 +527,19 @@ def test_a_damaged_decision_is_named_and_leaves_no_handler_behind(tmp_path):
     (root / "decisions/00000001.json").unlink()
     with ResumeManager(root) as run:
         assert run.all_steps() == [1]
+
+
+def test_what_is_bad_can_be_looked_at_by_its_number_and_not_gone_back_to(tmp_path):
+    with ResumeManager(tmp_path, keep=Keep()) as run:
+        for step in (1, 2):
+            run.save(step, {"w": np.full(3, step)}, wait=True)
+        run.mark_bad(2, "a spike")
+    for verb in ("ls", "show", "verify", "stats"):
+        done = CliRunner().invoke(command, [verb, f"{tmp_path}@2"])
+        assert done.exit_code == 0, done.output
+    for path in (f"{tmp_path}@2", f"{tmp_path}/step_00000002"):
+        rows = json.loads(CliRunner().invoke(command, ["ls", path, "--json"]).stdout)["steps"]
+        assert [row["state"] for row in rows] == ["bad"]
+    done = CliRunner().invoke(command, ["rollback", f"{tmp_path}@2", "--why", "x"])
+    assert done.exit_code == 2
+    assert "expected step 2 to count, found that it is out: a spike" in done.stderr

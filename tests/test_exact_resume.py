@@ -111,6 +111,48 @@ def test_a_script_can_prove_itself(tmp_path):
     assert done.stdout.startswith("killed after step 1, 2; back on the same mesh: every bit, and")
 
 
+def test_a_script_with_arguments_gets_them_in_every_process(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys
+        import jax.numpy as jnp
+        import jaxshard.testing
+
+        size = int(sys.argv[1])
+
+        def make():
+            return {"w": jnp.zeros(size)}, lambda state, step: {"w": state["w"] + step}
+
+        if __name__ == "__main__":
+            jaxshard.testing.assert_exact_resume(make, steps=3, kill_at=2)
+        """)
+    )
+    subprocess.run([sys.executable, str(script), "5"], check=True,
+                   env={"PYTHONPATH": str(REPOSITORY)})  # fmt: skip
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import jaxshard.testing
+
+        def make():
+            return {"w": 1}, lambda state, step: state
+
+        jaxshard.testing.assert_exact_resume(make, steps=3, kill_at=2)
+        """)
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
+                          check=False, env={"PYTHONPATH": str(REPOSITORY)})  # fmt: skip
+    assert done.returncode == 1
+    assert 'hint: put the call below if __name__ == "__main__":' in done.stderr
+    done = subprocess.run([sys.executable, "-"], input=script.read_text(), capture_output=True,
+                          text=True, check=False, env={"PYTHONPATH": str(REPOSITORY)})  # fmt: skip
+    assert "expected a function of a module or script, found <function make" in done.stderr
+
+
 @pytest.mark.parametrize(
     "numbers", [{"kill_at": []}, {"kill_at": 4}, {"kill_at": 1, "save_every": 2}]
 )

@@ -171,8 +171,40 @@ def test_all_differences_and_what_to_do(tmp_path):
         with pytest.raises(LeafMismatchError, match="'params/head': wanted") as error:
             run.resume(like, mapping={"params/**": "params/**"})
         assert str(error.value.hint).startswith("resume(state, mapping={saved: wanted}) says")
-        with pytest.raises(LeafMismatchError, match=r"'parms/w': saved float32.*, not in like"):
-            run.resume(state(0), mapping={"params/**": "parms/**"})
+        with pytest.raises(LeafMismatchError) as error:
+            run.resume(state(0), mapping={"params/**": "parms/**", "optt/**": "opt/**"})
+        text = str(error.value)
+        assert "- mapping 'optt/**' matches no leaf of what was saved; there is, for e" in text
+        assert (
+            "- mapping 'parms/**' matches no leaf of the state; there is, for example, 'p" in text
+        )
+        assert "hint: mapping={'saved/names/**': 'names/in/state/**'}" in text
+        with pytest.raises(LeafMismatchError, match="mapping gives this name to more than one"):
+            run.resume(state(0), mapping={"params/**": "params/w"})
+
+
+def test_a_mapping_without_a_place_to_take_from_is_never_ignored(tmp_path):
+    with ResumeManager(tmp_path) as run:
+        with pytest.raises(ValueError, match="init_from=, which is not given\nhint: ResumeManager"):
+            run.resume(state(0), mapping={"params/**": "params/**"})
+        with pytest.raises(TypeError, match="expected mapping to be a dict, found list\nhint: map"):
+            run.resume(state(0), mapping=["params/**"])
+
+
+def test_a_report_says_with_what_a_run_began(tmp_path):
+    save_run(tmp_path / "old", 7)
+    with ResumeManager(tmp_path / "new", init_from=tmp_path / "old") as run:
+        run.resume(state(0))
+    report = jaxshard.report(tmp_path / "new")
+    assert report.begun_with == f"{tmp_path}/old/step_00000007"
+    assert f"  began with {tmp_path}/old/step_00000007\n" in f"{report}\n"
+    assert jaxshard.report(tmp_path / "old").begun_with is None
+
+
+def test_what_is_meant_for_the_command_line_is_told(tmp_path):
+    save_run(tmp_path / "old", 7)
+    with pytest.raises(NotFoundError, match=r"here .*/old/step_00000007"):
+        jaxshard.open(f"{tmp_path}/old@7")
 
 
 def test_a_mismatch_at_resume_says_how_to_go_on_with_another_model(tmp_path):
@@ -185,7 +217,7 @@ def test_a_mismatch_at_resume_says_how_to_go_on_with_another_model(tmp_path):
         hint = str(error.value.hint)
         step = f"{tmp_path}/step_00000007"
         assert str(error.value).count("hint:") == 1
-        assert f"begin another run, with init_from='{step}'" in hint
+        assert f"begin another run, with init_from='{tmp_path}'" in hint
         assert "resume(state, mapping={'params/**': 'params/**'})" in hint
         assert f"jaxshard.load('{step}', state, …) with select= for a part" in hint
         assert "fill_missing=True" in hint

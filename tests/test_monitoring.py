@@ -134,3 +134,11 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, make, module
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"not installed\nhint: pip install jaxshard\[{extra}\]"):
         make()
+
+
+def test_several_hooks_are_called_one_after_the_other(tmp_path):
+    seen = []
+    train(tmp_path, [lambda e: seen.append(1), lambda e: seen.append(2)])
+    assert seen[:4] == [1, 2, 1, 2]
+    with pytest.raises(TypeError, match="expected on_event to be a function, found 'logs'\nhint"):
+        jaxshard.ResumeManager(tmp_path, on_event=["logs"])

@@ -66,7 +66,7 @@ def test_what_did_not_change_is_the_same_file(tmp_path):
         assert first.st_nlink == 3
     assert len({piece(tmp_path, step, "lora").stat().st_ino for step in states}) == 3
     assert [r.reused_nbytes for r in reports] == [0, 4 << 20, 4 << 20]
-    assert "4.0 MiB of it not changed, and not written" in str(reports[1])
+    assert "4.0 MiB of it unchanged, and not written" in str(reports[1])
     assert_sound(tmp_path, states)
 
 
@@ -370,12 +370,12 @@ def test_ledger_ls_and_show_say_what_is_shared(tmp_path):
     ]
     assert [e["reused"] for e in lines if e["event"] == "save"] == [0, 4 << 20, 4 << 20]
     listed = cli("ls", str(tmp_path))
-    assert listed.count("4.0 MiB shared with the step before") == 2
+    assert listed.count("4.0 MiB of it unchanged when it was saved") == 2
     rows = json.loads(cli("ls", str(tmp_path), "--json"))["steps"]
     assert [row["reused_nbytes"] for row in rows] == [0, 4 << 20, 4 << 20]
     shown = cli("show", f"{tmp_path}@3")
-    assert "shared with the step before: 4.0 MiB" in shown
-    assert re.search(r"base/a .* array, shared +2.0 MiB", shown)
+    assert "unchanged since the step before: 4.0 MiB" in shown
+    assert re.search(r"base/a .* array, unchanged +2.0 MiB", shown)
     shown = json.loads(cli("show", f"{tmp_path}@3", "--json"))
     assert shown["reused_nbytes"] == 4 << 20
     by_name = {leaf["name"]: leaf for leaf in shown["leaves"]}

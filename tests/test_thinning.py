@@ -359,7 +359,7 @@ def test_rollback_refuses_a_part(tmp_path):
         with pytest.raises(jaxshard.NotFoundError) as error:
             run.rollback(2, "loss went up")
         assert "expected all of step 2, found a part: params/**" in str(error.value)
-        assert "hint: `jaxshard ls` shows which steps are whole" in str(error.value)
+        assert f"hint: `jaxshard ls {tmp_path}` shows which steps are whole" in str(error.value)
         run.rollback(3, "loss went up")
         _, step = run.resume(state(0))
         assert step == 3
@@ -368,13 +368,32 @@ def test_rollback_refuses_a_part(tmp_path):
 # When it goes wrong
 
 
-def test_a_pattern_that_matches_nothing_is_said_and_nothing_is_lost(tmp_path, caplog):
-    save_all(tmp_path, range(1, 6), keep=Keep(last=4, thin_to="parms/**"))
-    said = [r.getMessage() for r in caplog.records if "stays whole" in r.getMessage()]
-    assert "step 2 stays whole" in said[0] or "step 1 stays whole" in said[0]
-    assert "thin_to 'parms/**' matches no leaf" in said[0]
-    assert "there is, for example, 'params/" in said[0]
+def test_a_pattern_that_matches_nothing_is_said_at_the_first_save_and_once_more(tmp_path, caplog):
+    """At once, and when it would have mattered; nothing is lost."""
+    with ResumeManager(tmp_path, keep=Keep(last=4, thin_to="parms/**")) as run:
+        run.resume(state(0))
+        run.save(1, state(1), wait=True)
+        said = [r.getMessage() for r in caplog.records]
+        assert said == [f"{tmp_path}: thin_to 'parms/**' matches no leaf"]
+        for step in range(2, 6):
+            run.save(step, state(step), wait=True)
+    said = [r.getMessage() for r in caplog.records][1:]
+    assert len(said) == 1
+    assert "steps stay whole" in said[0]
+    assert "thin_to 'parms/**' matches no leaf; there is, for example, 'params/" in said[0]
     assert set(states_of(tmp_path).values()) == {"committed"}
+
+
+def test_loading_all_of_a_part_says_why_it_is_not_there(tmp_path):
+    save_all(tmp_path, range(1, 5))
+    with pytest.raises(jaxshard.LeafMismatchError) as error:
+        jaxshard.load(tmp_path / "step_00000002", state(0))
+    first, *_, hint = str(error.value).splitlines()
+    assert "only params/** was left of it (Keep(thin_to=)); 3 differences:" in first
+    assert hint == "hint: select=['params/**']"
+    found = jaxshard.load(tmp_path / "step_00000002", state(0), select=["params/**"])
+    assert_same_tree(found["params"], state(2)["params"])
+    assert ", thinned to params/**" in repr(jaxshard.open(tmp_path / "step_00000002"))
 
 
 @pytest.mark.parametrize("what", ["packs/00000/c/0", "tables/0/p00000.bin", "data/params/w/c/0/0"])
@@ -478,6 +497,8 @@ def test_arguments():
         Keep(thin_to=[])
     with pytest.raises(ValueError, match="braces must be paired"):
         Keep(thin_to="{a")
+    with pytest.raises(ValueError, match="full_last=3 is for thin_to=, which is not given\nhint"):
+        Keep(full_last=3)
     with pytest.raises(
         ValueError, match=r"full_last must be at least 1: 0\nhint: Keep\(full_last=3"
     ):

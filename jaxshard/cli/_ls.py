@@ -110,13 +110,23 @@ def _store_at(path: str, *, show_all: bool) -> Store:
 
 def _rows(store: Store) -> Iterator[_Row]:
     if _commit.look(store) is not _commit.Found.RUN:
-        yield from _rows_of(store, None)
+        yield from _rows_of(store, None, _state_in_run(store))
         return
     now = _branching.look(store)
     for step_dir in _steps.step_dirs(store):
         state = _state(step_dir, now)
         for row in _rows_of(store.child(step_dir.name), step_dir, state):
             yield row._replace(why=now.standing.bad.get(step_dir.name))
+
+
+def _state_in_run(store: Store) -> str:
+    """What one checkpoint is to the run that it is in, if it is in one."""
+    parent, _, name = store.url.rpartition("/")
+    step_dir = _steps.step_of(name)
+    run = open_store(parent) if step_dir is not None and parent else None
+    if run is None or step_dir is None or _commit.look(run) is not _commit.Found.RUN:
+        return "committed"
+    return _state(step_dir, _branching.look(run))
 
 
 def _state(step_dir: StepDir, now: Look) -> str:
@@ -202,10 +212,14 @@ def _print(store: Store, rows: list[_Row]) -> None:
 
 def _notes(row: _Row) -> str:
     metrics = (row.metadata or {}).get("metrics")
-    numbers = [f"{k}={v}" for k, v in metrics.items()] if isinstance(metrics, dict) else []
+    numbers = [f"{k}={_short(v)}" for k, v in metrics.items()] if isinstance(metrics, dict) else []
     notes = [" ".join(numbers), row.why]
     if row.thinned_to:
         notes.append(f"only {', '.join(row.thinned_to)}: not resumable")
     if row.reused_nbytes:
-        notes.append(f"{size_text(row.reused_nbytes)} shared with the step before")
+        notes.append(f"{size_text(row.reused_nbytes)} of it unchanged when it was saved")
     return "; ".join(filter(None, notes))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

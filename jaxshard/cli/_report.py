@@ -13,6 +13,7 @@ from jaxshard.cli._verb import Verb, html_option, json_option
     examples=["jaxshard report runs/lm", "jaxshard report runs/lm --html > report.html"],
     keys={
         "path": "the run",
+        "begun_with": "the checkpoint that it began with (init_from), or null",
         "goodput": "share of the time that was useful, from 0 to 1",
         "wall_s": "from the first start to the last sign of life; the next five add up to it",
         "useful_s": "in steps that count",
@@ -48,6 +49,7 @@ def command(path: str, *, as_html: bool, as_json: bool) -> None:
     print_json(
         {
             "path": report.path,
+            "begun_with": report.begun_with,
             "goodput": found.goodput,
             **found._asdict(),
             "best_interval_s": found.best_interval_s,

@@ -150,7 +150,7 @@ def _print_head(ckpt: Checkpoint, leaves: list[LeafInfo], nbytes: int) -> None:
     if ckpt.thinned_to:
         click.echo(f"thinned to {', '.join(ckpt.thinned_to)}: cannot be resumed from")
     if ckpt.reused_nbytes:
-        click.echo(f"shared with the step before: {size_text(ckpt.reused_nbytes)}")
+        click.echo(f"unchanged since the step before: {size_text(ckpt.reused_nbytes)}")
     if len(leaves) < len(ckpt):
         click.echo(f"selected: {counted(len(leaves), 'leaf')}, {size_text(nbytes)}")
     click.echo()
@@ -197,7 +197,7 @@ def _spec(info: LeafInfo) -> str:
 def _stored(info: LeafInfo) -> str:
     if info.same_as is not None:
         return f"same as {info.same_as}"
-    return _place(info) + (", shared" if info.reused is not None else "")
+    return _place(info) + (", unchanged" if info.reused is not None else "")
 
 
 def _place(info: LeafInfo) -> str:

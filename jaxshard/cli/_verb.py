@@ -7,13 +7,14 @@ from typing import Any
 import click
 
 import jaxshard
+from jaxshard import _branching, _steps
 from jaxshard._decisions import Decision
-from jaxshard._reader import Checkpoint
+from jaxshard._reader import Checkpoint, open_checkpoint
 from jaxshard._run import Run
 from jaxshard._store import Store, open_store
 from jaxshard.cli._output import Failure, note, print_json
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_SECONDS = {"ms": 0.001, "": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Verb(click.Command):
@@ -46,17 +47,19 @@ class Verb(click.Command):
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click
-    """A number with `s`, `m`, `h` or `d` behind it, in seconds."""
+    """A number with `ms`, `s`, `m`, `h` or `d` behind it, in seconds."""
 
     name = "duration"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value))
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|[smhd]?)", str(value))
         if match is None:
             self.fail(
-                f"expected a duration such as 90s, 30m, 2h or 7d, found {value!r}", param, ctx
+                f"expected a duration such as 500ms, 90s, 30m, 2h or 7d, found {value!r}",
+                param,
+                ctx,
             )
         return float(match[1]) * _SECONDS[match[2]]
 
@@ -100,12 +103,24 @@ def locate(text: str) -> Checkpoint | Run:
             raise
     found = jaxshard.open(path)
     if isinstance(found, Run):
-        return found.open(int(step))
+        return _step_of(found, int(step))
     raise jaxshard.NotFoundError(
         f"{text}: expected {path} to be a run, found one checkpoint",
         path=path,
         hint=f"give {path}",
     )
+
+
+def _step_of(run: Run, step: int) -> Checkpoint:
+    """A step that counts; else one that is there: what is bad is looked at, too."""
+    try:
+        return run.open(step)
+    except jaxshard.NotFoundError:
+        there = _steps.newest_versions(_branching.look(open_store(run.path)).committed)
+        found = [d for d in there if d.step == step]
+        if not found:
+            raise
+        return open_checkpoint(f"{run.path}/{found[-1].name}")
 
 
 def run_and_step(text: str) -> tuple[Store, int]:

@@ -27,7 +27,7 @@ def save_report(report: "SaveReport") -> Html:
             {
                 "step": report.step,
                 "size": size_text(report.nbytes),
-                "not changed": size_text(report.reused_nbytes) if report.reused_nbytes else None,
+                "unchanged": size_text(report.reused_nbytes) if report.reused_nbytes else None,
                 "files": f"{report.files:,}",
                 "time": f"{report.seconds:.2f} s",
                 "rate": rate_text(report.nbytes, report.seconds),

@@ -15,7 +15,7 @@ def run_report(report: RunReport) -> Html:
     """The display of a `RunReport`."""
     g = report.goodput
     interval = None if g.best_interval_s is None else f"every {duration_text(g.best_interval_s)}"
-    saved = f"{g.saves:,}, {size_text(g.nbytes)} in all"
+    saved = f"{g.saves:,}, {size_text(g.nbytes - g.reused_nbytes)} written"
     numbers = facts(
         {
             "time": duration_text(g.wall_s),
@@ -23,11 +23,12 @@ def run_report(report: RunReport) -> Html:
             "failures": f"{g.failures:,}",
             "steps done again": f"{g.lost_steps:,}",
             "saves": saved,
-            "not changed": size_text(g.reused_nbytes) if g.reused_nbytes else None,
+            "unchanged": size_text(g.reused_nbytes) if g.reused_nbytes else None,
             "failed saves": g.failed_saves or None,
             "a save costs": None if g.save_cost_s is None else duration_text(g.save_cost_s),
             "a failure every": None if g.mtbf_s is None else duration_text(g.mtbf_s),
             "best to save": interval,
+            "began with": report.begun_with,
         }
     )
     found = badge(f"{g.goodput:.1%} useful")

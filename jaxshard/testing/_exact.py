@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxshard._errors import bullet_list
 from jaxshard._threads import cores
+from jaxshard.testing._trainer import SCRIPT
 from jaxshard.testing._trees import differences
 
 Mesh = Mapping[str, int]
@@ -156,6 +157,7 @@ class _Trainer:
                     "kill_at": kill_at,
                     "mesh": None if mesh is None else dict(mesh),
                     "sys_path": sys.path,
+                    "argv": [self._make["file"] or "", *sys.argv[1:]],
                 }
             )
         )
@@ -181,7 +183,12 @@ def _named(make: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(make, "__qualname__", "<unknown>")
     module = getattr(make, "__module__", "__main__")
     file = getattr(sys.modules.get(module), "__file__", None)
-    if "<" in name or (module == "__main__" and file is None):
+    if module == SCRIPT:
+        raise RuntimeError(
+            "assert_exact_resume: the script calls it while other processes import it\n"
+            'hint: put the call below if __name__ == "__main__":'
+        )
+    if "<" in name or (module == "__main__" and not Path(file or "").is_file()):
         raise ValueError(
             f"make: expected a function of a module or script, found {make!r}\n"
             "hint: another process has to find it by its name: def make(): at the top of a file"

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_SCRIPT = "__jaxshard_script__"  # not "__main__": what is below `if __name__ == …` does not run
+SCRIPT = "__jaxshard_script__"  # not "__main__": what is below `if __name__ == …` does not run
 
 
 def main(orders: dict[str, Any]) -> None:
     """Train from where the run is to the end, or to the step at which to die."""
+    sys.argv = orders["argv"]
     sys.path[:0] = [path for path in orders["sys_path"] if path not in sys.path]
     import jax  # noqa: PLC0415  (after the environment was set)
 
@@ -61,11 +62,11 @@ def main(orders: dict[str, Any]) -> None:
 def _function(module: str | None, file: str, name: str) -> Any:
     """The user's own function, of a module or (None) of a script."""
     if module is None:
-        spec = importlib.util.spec_from_file_location(_SCRIPT, file)
+        spec = importlib.util.spec_from_file_location(SCRIPT, file)
         assert spec is not None
         assert spec.loader is not None
         found: Any = importlib.util.module_from_spec(spec)
-        sys.modules[_SCRIPT] = found
+        sys.modules[SCRIPT] = found
         spec.loader.exec_module(found)
     else:
         found = importlib.import_module(module)

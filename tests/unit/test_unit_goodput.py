@@ -202,3 +202,35 @@ def test_what_was_done_again_is_told_by_the_next_start():
     )
     assert [start.kept for start in found] == [10, 30]
     assert [start.ended for start in found] == [False, True]
+
+
+def test_a_start_that_ends_with_an_error_before_it_has_begun_is_no_failure():
+    """A wrong argument, tried again and again, says nothing about the machine."""
+    events = [event(0, "start"), event(1, "end", error="ValueError: mapping"), event(10, "start"),
+              event(11, "fresh"), event(111, "end", step=100)]  # fmt: skip
+    found = goodput(events)
+    assert (found.starts, found.failures, found.mtbf_s) == (2, 0, None)
+    killed = goodput([event(0, "start"), event(10, "start"), event(11, "fresh"), event(20, "end")])
+    assert killed.failures == 1
+
+
+def test_the_time_between_the_end_of_training_and_more_of_it_is_nobodys():
+    events = [
+        event(0, "start"),
+        event(1, "fresh"),
+        event(101, "save", step=100),
+        event(101, "end", step=100, done=True),
+        event(7 * 86400, "start"),
+        event(7 * 86400 + 1, "resume", step=100),
+        event(7 * 86400 + 101, "save", step=200),
+        event(7 * 86400 + 101, "end", step=200, done=True),
+    ]
+    found = goodput(events)
+    assert found.wall_s == pytest.approx(202)
+    assert found.down_s == 0
+    assert found.useful_s == pytest.approx(200)
+    first, second = job_starts(events)
+    assert first.last_s == second.began_s == 101
+    assert second.saves == ((202, 200),)
+    asked = goodput([*events[:3], event(101, "end", step=100, done=False), *events[4:]])
+    assert asked.down_s == pytest.approx(7 * 86400 - 101)

@@ -15,7 +15,7 @@ def store(request, tmp_path):
 
 def test_events_come_back_in_order_from_all_starts(store):
     for start in (1, 2):
-        ledger = Ledger(store, None)
+        ledger = Ledger(store, [])
         ledger.add("start", epoch=start)
         ledger.add("save", step=start * 10)
     found = [{k: v for k, v in e.items() if k != "at"} for e in _ledger.read(store)]
@@ -29,7 +29,7 @@ def test_events_come_back_in_order_from_all_starts(store):
 
 def test_a_torn_last_line_is_left_out(tmp_path):
     store = open_store(tmp_path)
-    ledger = Ledger(store, None)
+    ledger = Ledger(store, [])
     ledger.add("start")
     ledger.add("save", step=1)
     (file,) = (tmp_path / "events").iterdir()
@@ -43,7 +43,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
 @pytest.mark.parametrize("line", [b"[]", b"3", b'{"no":"event"}', b"\xff\xfe"])
 def test_lines_that_are_no_events_are_left_out(tmp_path, line):
     store = open_store(tmp_path)
-    Ledger(store, None).add("start")
+    Ledger(store, []).add("start")
     (file,) = (tmp_path / "events").iterdir()
     file.write_bytes(line + b"\n" + file.read_bytes())
     assert [e["event"] for e in _ledger.read(store)] == ["start"]
@@ -61,7 +61,7 @@ def test_a_hook_sees_each_event_and_its_failures_stop_nobody(tmp_path, caplog):
         if event["event"] == "save":
             raise ZeroDivisionError
 
-    ledger = Ledger(open_store(tmp_path), hook)
+    ledger = Ledger(open_store(tmp_path), [hook])
     ledger.add("save", step=1)
     ledger.add("end")
     assert seen == ["save", "end"]
@@ -71,7 +71,7 @@ def test_a_hook_sees_each_event_and_its_failures_stop_nobody(tmp_path, caplog):
 
 def test_a_store_that_fails_is_said_once_and_stops_nobody(tmp_path, caplog, monkeypatch):
     store = open_store(tmp_path)
-    ledger = Ledger(store, None)
+    ledger = Ledger(store, [])
 
     def fail(key, data):
         raise OSError(28, "No space left on device")
@@ -89,7 +89,7 @@ def test_a_store_that_fails_is_said_once_and_stops_nobody(tmp_path, caplog, monk
 
 def test_metrics_that_were_recorded_later_add_up(tmp_path):
     store = open_store(tmp_path)
-    ledger = Ledger(store, None)
+    ledger = Ledger(store, [])
     ledger.add("record", step=1, name="step_00000001", metrics={"loss": 2.0, "bad": "nan"})
     ledger.add("record", step=1, name="step_00000001", metrics={"loss": 1.0})
     ledger.add("record", step=2, name="step_00000002", metrics={"loss": 3.0})
