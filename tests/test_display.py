@@ -778,5 +778,6 @@ def test_a_drill_shows_targets_kills_and_the_way(tmp_path):
 def test_a_page_is_one_file_that_needs_nothing_else():
     text = jaxshard.display.page(jaxshard.RunReport("lm", goodput_of(()), ()))
     assert text.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">')
+    assert "<title>lm - jaxshard</title>" in text
     assert "color-scheme: light dark" in text
     assert re.search(r"<script|https?:|url\(|@import", text) is None

@@ -269,3 +269,10 @@ except ImportError as e:
 """
     expected = "jaxshard: expected a little-endian machine, found a big-endian one"
     assert run_python(code).strip() == expected
+
+
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda p: p.stem)
+def test_the_python_of_a_guide_is_python(page):
+    """Parts of a training, that stand in a guide without the rest of it."""
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(block, page.name, "exec")

@@ -8,6 +8,7 @@ A display reads the manifest and the tables, never the data of an array.
 """
 
 from jaxshard import _registry
+from jaxshard.display._markup import text
 
 __all__ = ["html", "page"]
 
@@ -15,12 +16,12 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>jaxshard</title>
+<title>{title}</title>
 <style>
 :root {{ color-scheme: light dark }}
 body {{ margin: 2em auto; max-width: 60em; padding: 0 1em }}
 </style>
-{}
+{body}
 </html>
 """
 
@@ -73,4 +74,5 @@ def page(value: object) -> str:
       >>> jaxshard.display.page(report).splitlines()[0]
       '<!doctype html>'
     """
-    return _PAGE.format(html(value))
+    title = text(f"{getattr(value, 'path', '')} - jaxshard".removeprefix(" - "))
+    return _PAGE.format(title=title, body=html(value))
