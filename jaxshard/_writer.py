@@ -44,7 +44,7 @@ class RunWriter:
       store: the directory of the run; made if it does not exist.
       keep: which steps to keep.
       frozen: patterns of leaves that do not change.
-      reuse_max: how many steps in a row may share a file.
+      reuse_max: after how many steps that have shared a file it is written anew.
       lease_s: a writer that gives no sign of life for so long is dead.
       takeover: begin even beside one that is alive.
       hooks: see `Ledger`.
@@ -178,8 +178,12 @@ class RunWriter:
     def leave_behind(self, step_dir: StepDir) -> None:
         """Set aside what is newer than a step and cannot be resumed from, if the store can."""
         why = "what is newer had been thinned, or was damaged"
+        step = step_dir.step
         try:
-            self.decide(lambda: _branching.rollback(self._store, step_dir.step, why, 0))
+            # Batches that an earlier rollback to the same step leaves out stay left out.
+            held = _branching.look(self._store).standing.skip_batches
+            skip = held[1] if held is not None and held[0] == step else 0
+            self.decide(lambda: _branching.rollback(self._store, step, why, skip))
         except JaxshardError as e:
             logger.warning("%s: this cannot be written down: %s", self._store.url, e)
 

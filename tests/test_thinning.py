@@ -352,6 +352,23 @@ def test_what_was_passed_over_is_not_the_newest_any_more(tmp_path):
     assert jaxshard.open(tmp_path).latest_step() == 4
 
 
+def test_batches_that_are_left_out_stay_so_when_newer_steps_are_passed_over(tmp_path):
+    keep = Keep(last=3, thin_to="params/**", full_last=1)
+    with ResumeManager(tmp_path, keep=keep) as run:
+        run.resume(state(0))
+        run.save(1, state(1), wait=True)
+        run.protect(1)
+        run.rollback(1, "a spike", skip_batches=5)
+        run.resume(state(0))
+        for step in (2, 3):
+            run.save(step, state(step), wait=True)
+    (piece,) = tmp_path.glob("step_00000003/a-*/data/opt/mu/c/0/0")
+    piece.write_bytes(b"damaged")
+    with ResumeManager(tmp_path, keep=keep) as run:
+        assert run.resume(state(0))[1] == 1
+        assert run.skip_batches == 5
+
+
 def test_rollback_refuses_a_part(tmp_path):
     save_all(tmp_path, range(1, 5))
     with ResumeManager(tmp_path, keep=THIN) as run:
