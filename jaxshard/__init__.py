@@ -2,7 +2,8 @@
 
 `save`, `save_async` and `load` handle one checkpoint, `open` looks into one, `verify`, `diff` and
 `stats` check them, `ResumeManager` keeps a run, `report` says how well it used its time, and
-`prune` frees what nobody needs. `jaxshard` on the command line does all but the saving.
+`prune` frees what nobody needs. `jaxshard.data` has loaders whose position moves with the mesh.
+`jaxshard` on the command line does all but the saving.
 """
 
 import importlib
@@ -110,7 +111,12 @@ _ROOMS = {
     "_stats": ("LeafStats", "StatsReport", "stats"),
     "_verify": ("VerifyReport", "verify"),
 }  # fmt: skip
-_PACKAGES = ("display", "monitoring", "testing")  # `jaxshard.testing` needs no import of its own
+_PACKAGES = (
+    "data",
+    "display",
+    "monitoring",
+    "testing",
+)  # `jaxshard.testing` needs no import of its own
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 _registry.displays.update(

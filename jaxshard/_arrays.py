@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxshard import _dtypes
+from jaxshard import _dtypes, _iterators
 from jaxshard._boxes import Box
 from jaxshard._spec import INLINE_BYTES_MAX, LeafSpec, MeshSpec, encode_value
 
@@ -72,10 +72,16 @@ def describe(name: str, value: Any, *, abstract: bool) -> Described | str:
 
 
 def _describe_other(name: str, value: Any) -> Described | str:
-    class_name = f"{type(value).__module__}.{type(value).__qualname__}"
-    protocols = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-    if any(all(hasattr(value, m) for m in p) for p in protocols) and not isinstance(value, type):
-        return f"an iterator ({class_name}); save the numbers of its position instead"
+    class_name = _iterators.class_name(value)
+    if isinstance(value, _iterators.Taken):
+        return Described(_describe_state(name, value), None)
+    if _iterators.is_iterator(value):  # of `like`: what it is, compared when it is restored
+        return Described(LeafSpec(name=name, kind="iterator", value={"class": class_name}), None)
+    if hasattr(value, "__next__"):
+        return (
+            f"an iterator ({class_name}) without get_state and set_state; "
+            "jaxshard.data.Stateful(make_iterator) counts, and reads forward to the position"
+        )
     if isinstance(value, jax.sharding.Sharding):
         return "a sharding; use jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
     if isinstance(value, enum.Enum):
@@ -83,6 +89,19 @@ def _describe_other(name: str, value: Any) -> Described | str:
     if _is_function(value) or class_name in _IDENTITIES:
         return Described(LeafSpec(name=name, kind="function"), None)
     return f"{class_name} is neither a known leaf nor registered as a pytree node"
+
+
+def _describe_state(name: str, taken: _iterators.Taken) -> LeafSpec:
+    """The state of an iterator lies in the manifest if it is small, else where arrays do."""
+    value = taken.to_json()
+    text = taken.text.encode()
+    if len(text) <= INLINE_BYTES_MAX:
+        return LeafSpec(name=name, kind="iterator", value=value)
+    del value["state"]
+    shape = (len(text),)
+    return LeafSpec(
+        name=name, kind="iterator", dtype="uint8", shape=shape, array_shape=shape, value=value
+    )
 
 
 def _is_function(value: Any) -> bool:
@@ -102,7 +121,9 @@ def _describe_scalar(name: str, kind: Any, value: Any) -> Described:
     return Described(LeafSpec(name=name, kind=kind, value=encode_value(kind, value)), None)
 
 
-def _text_bytes(value: str | bytes) -> bytes:
+def _text_bytes(value: str | bytes | _iterators.Taken) -> bytes:
+    if isinstance(value, _iterators.Taken):
+        value = value.text
     return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
 
 
@@ -319,9 +340,9 @@ def release(value: Any) -> None:
 
 
 def text_of(spec: LeafSpec, raw: Array) -> str | bytes:
-    """The long string or bytes that was stored as an array."""
+    """The long string, bytes or state that was stored as an array."""
     data = raw.tobytes()
-    return data.decode("utf-8", "surrogatepass") if spec.kind == "str" else data
+    return data if spec.kind == "bytes" else data.decode("utf-8", "surrogatepass")
 
 
 @functools.cache

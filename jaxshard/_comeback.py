@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxshard import _arrays, _branching, _checkpoint, _loading, _run, _trees
+from jaxshard import _arrays, _branching, _checkpoint, _iterators, _loading, _run, _trees
 from jaxshard._errors import (
     CorruptionError,
     Kind,
@@ -209,6 +209,8 @@ def _load_onto(
     try:
         state, report = _loading.load_tree(checkpoint, like, arguments, in_place=True)
     except LeafMismatchError as e:
+        if e.hint == _iterators.HINT:  # all else fits
+            raise
         raise LeafMismatchError(
             str(e).removesuffix(f"\nhint: {e.hint}").replace("rename gives", "mapping gives"),
             mismatches=e.mismatches,

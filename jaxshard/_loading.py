@@ -6,12 +6,23 @@ All that differs is found before a byte of data is read, and raised as one error
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxshard import _arrays, _assembly, _cast, _fetch, _match, _placement, _source, _trees
+from jaxshard import (
+    _arrays,
+    _assembly,
+    _cast,
+    _fetch,
+    _iterators,
+    _match,
+    _placement,
+    _source,
+    _statejson,
+    _trees,
+)
 from jaxshard._boxes import Box
 from jaxshard._errors import LeafMismatchError, bullet_list, counted
 from jaxshard._options import LoadOptions, LoadReport
@@ -62,11 +73,13 @@ class _Load:
         self.tree: TreeSpec = checkpoint.source.manifest.tree
         self.request = request
         self.problems: list[str] = []
+        self.iterator_problems: list[str] = []
         self.filled: list[str] = []
         self.cast: list[str] = []
         self.values: list[Any] = []
         self.kept: frozenset[int] = frozenset()  # ids of values of like that stay in the result
         self._slots: dict[Any, _Slot] = {}
+        self._restores: list[tuple[str, Any, Any]] = []  # name, live iterator, state
         self._releases: dict[int, Any] = {}
 
     # Planning
@@ -74,10 +87,13 @@ class _Load:
     def want(self, saved: int, fills: int, like: Any, wanted: LeafSpec | None, name: str) -> None:
         """Fill one value: at once if it is in the manifest, else by reading it."""
         leaf = self.tree.leaves[saved]
+        if leaf.kind == "iterator" and like is not None:
+            self._want_iterator(saved, like, name)
+            return
         if not leaf.has_array:
             self.values[fills] = decode_value(leaf)
             return
-        if leaf.kind in {"str", "bytes"}:
+        if leaf.kind in {"str", "bytes", "iterator"}:
             target: _placement.Target | str = _placement.Target(
                 None, committed=False, weak_type=False
             )
@@ -107,6 +123,27 @@ class _Load:
         if like is not None:
             self._releases[fills] = like
 
+    def _want_iterator(self, saved: int, like: Any, name: str) -> None:
+        """Restore a live iterator, once everything else has been read."""
+        leaf = self.tree.leaves[saved]
+        state = self.checkpoint[leaf.name].read()
+        why = _iterators.problems(like, _iterators.IteratorInfo.from_json(leaf.value), state)
+        self.iterator_problems += [f"{name!r}: {line}" for line in why]
+        self._restores.append((name, like, state))
+
+    def restore_iterators(self) -> None:
+        """Give the live iterators of `like` their states.
+
+        Raises:
+          LeafMismatchError: one of them refuses.
+        """
+        for name, iterator, state in self._restores:
+            try:
+                _iterators.restore(iterator, state)
+            except Exception as e:  # noqa: BLE001  (of another library; it is shown)
+                self.iterator_problems.append(f"{name!r}: it refuses its state: {e}")
+        self.raise_problems()
+
     def _as_wanted(self, leaf: LeafSpec, wanted: LeafSpec | None) -> LeafSpec:
         if wanted is None or wanted.kind != "array" or leaf.kind != "array":
             return leaf
@@ -118,12 +155,13 @@ class _Load:
         Raises:
           LeafMismatchError: there is something.
         """
-        if not self.problems:
+        problems = (*self.problems, *self.iterator_problems)
+        if not problems:
             return
-        problems = tuple(self.problems)
         count = counted(len(problems), "difference")
         title = f"{self.checkpoint.path}: {count} between what was saved and what is wanted:"
-        hint, part = _hint(problems), ", ".join(self.checkpoint.thinned_to)
+        hint = _hint(self.problems) if self.problems else _iterators.HINT
+        part = ", ".join(self.checkpoint.thinned_to)
         if part:
             title = f"{self.checkpoint.path}: only {part} was left of it (Keep(thin_to=)); {count}:"
             hint = f"select={list(self.checkpoint.thinned_to)!r}"
@@ -181,6 +219,8 @@ class _Load:
         return receive
 
     def _value(self, leaf: LeafSpec, slot: _Slot, buffers: dict[Box, Any]) -> Any:
+        if leaf.kind == "iterator":
+            return _statejson.decode_text(str(_arrays.text_of(leaf, buffers[slot.boxes[0]])))
         if leaf.kind in {"str", "bytes"}:
             return _arrays.text_of(leaf, buffers[slot.boxes[0]])
         donatable = self.request.options.donatable
@@ -193,7 +233,7 @@ class _Load:
                 _arrays.release(like)
 
 
-def _hint(problems: tuple[str, ...]) -> str:
+def _hint(problems: Sequence[str]) -> str:
     """The arguments that would ask for the differences that there are."""
     text = "\n".join(problems)
     ways = {
@@ -234,6 +274,7 @@ def load_tree(
     if like is not None:
         flat = _plan_onto(load, like)
         traffic = load.read()
+        load.restore_iterators()
         tree = flat.rebuild(load.values, in_place)
     else:
         moved = _plan_without(load)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxshard import _commit, _steps
+from jaxshard import _commit, _statejson, _steps
 from jaxshard._boxes import Box
 from jaxshard._errors import (
     Kind,
@@ -41,7 +41,7 @@ class LeafInfo(NamedTuple):
     Attributes:
       name: components of its path, joined by `/`.
       kind: `array`, `key` (typed PRNG key), `numpy_scalar`, `bool`, `int`, `float`, `complex`,
-        `str`, `bytes`, `none` or `function`.
+        `str`, `bytes`, `none`, `function` or `iterator`.
       container: `jax` or `numpy` for arrays, else None.
       dtype: element type, as NumPy and ml_dtypes name it; `uint32` for keys.
       shape: `[*shape]` of the leaf.
@@ -117,7 +117,7 @@ class Leaf(Shown):
 
         Returns:
           A NumPy array; for keys `[*shape, words]` of uint32; the value itself for kinds without
-          an array (a function is None).
+          an array (a function is None); the plain state of an iterator.
 
         Raises:
           CorruptionError: bytes are missing, cut, changed or in the wrong place.
@@ -142,6 +142,8 @@ class Leaf(Shown):
         with storage_errors("reading", url), _source.damage_in(self.source):
             _fetch.fetch(self.source, [want])
         values = found[0][local]
+        if leaf.kind == "iterator":
+            return _statejson.decode_text(values.tobytes().decode())
         if leaf.kind in {"str", "bytes"}:
             raw = values.tobytes()
             return raw.decode("utf-8", "surrogatepass") if leaf.kind == "str" else raw

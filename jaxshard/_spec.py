@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
-from jaxshard import _dtypes
+from jaxshard import _dtypes, _statejson
 from jaxshard._errors import FormatError
 from jaxshard._keypaths import components
 
 Kind = Literal[
     "array", "key", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none",
-    "function",
+    "function", "iterator",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = Kind.__args__  # type: ignore[attr-defined]
-INLINE_BYTES_MAX = 4096  # longer strings and bytes are stored as arrays of uint8
+INLINE_BYTES_MAX = 4096  # longer strings, bytes and states are stored as arrays of uint8
 DEPTH_MAX = 256
 
 NodeType = Literal["dict", "list", "tuple", "namedtuple", "object", "items"]
@@ -108,6 +108,8 @@ class LeafSpec(NamedTuple):
             return f"key<{self.key_impl}>{dims}"
         if self.kind == "numpy_scalar":
             return f"numpy scalar {self.dtype}"
+        if self.kind == "iterator":
+            return f"an iterator {str(self.value['class']).rpartition('.')[2]}"
         return {"none": "None", "function": "a function"}.get(self.kind, f"Python {self.kind}")
 
 
@@ -274,6 +276,8 @@ def _decode(kind: str, dtype: str | None, value: Any) -> Any:
             return value
         case "none" | "function":
             return None
+        case "iterator":
+            return _statejson.decode(value["state"])
         case "numpy_scalar":
             import numpy as np  # noqa: PLC0415  (nothing else here needs it)
 

@@ -86,6 +86,8 @@ class Workers:
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
+            if thread is threading.current_thread():  # the last owner was let go there
+                continue
             thread.join(None if deadline is None else max(0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 

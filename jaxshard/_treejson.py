@@ -48,7 +48,7 @@ def _leaves_to_json(leaves: Iterable[LeafSpec]) -> tuple[list[Any], list[Any]]:
     out: list[dict[str, Any]] = []
     templates: dict[LeafSpec, int] = {}
     for leaf in leaves:
-        if leaf.layout is None:
+        if leaf.layout is None or leaf.kind == "iterator":
             out.append(_leaf_to_json(leaf))
             continue
         common = leaf._replace(name="", digest=None, layout=leaf.layout._replace(path=""))
@@ -213,6 +213,8 @@ def _leaf_from_json(name: str, leaf: dict[str, Any], meshes: tuple[MeshSpec, ...
         require(dtype is not None and array_shape is not None, "layout", "without a shape")
         layout = _layout_from_json(leaf["layout"], str(dtype), array_shape or ())
     _require_kind(leaf, dtype, shape, array_shape)
+    if leaf["kind"] == "iterator":
+        _require_iterator(leaf.get("value"), inline=shape is None)
     needs_layout = array_shape is not None and leaf.get("same_as") is None
     require(needs_layout == (layout is not None), "layout", "does not fit the array")
     return LeafSpec(
@@ -252,11 +254,17 @@ def _require_kind(
     elif kind == "key":
         longer = None not in (shape, array_shape) and array_shape[: len(shape)] == shape  # type: ignore[index,arg-type]
         fits = dtype == "uint32" and longer and isinstance(impl, str)
-    elif kind in {"str", "bytes"}:
+    elif kind in {"str", "bytes", "iterator"}:
         fits = array_shape is None or (dtype == "uint8" and len(array_shape) == 1)
     else:
         fits = array_shape is None and (kind != "numpy_scalar" or dtype is not None)
     require(fits and (impl is None or kind == "key"), "kind", kind)
+
+
+def _require_iterator(value: Any, *, inline: bool) -> None:
+    types = {"class": str, "elastic": bool, "processes": int, "settings": dict}
+    fits = isinstance(value, dict) and all(type(value.get(k)) is t for k, t in types.items())
+    require(fits and ("state" in value) == inline, "iterator", value)
 
 
 def _layout_from_json(layout: dict[str, Any], dtype: str, array_shape: tuple[int, ...]) -> Layout:

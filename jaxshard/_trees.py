@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxshard import _arrays, _nnx
+from jaxshard import _arrays, _iterators, _nnx
 from jaxshard._errors import UnsupportedLeafError, bullet_list, counted
 from jaxshard._keypaths import components, is_storable_key, sort_key, unescape
 from jaxshard._spec import DEPTH_MAX, LeafSpec, MeshSpec, Node, TreeSpec, child_keys, join
@@ -123,7 +123,13 @@ class _Walker:
 
     def _leaf(self, value: Any, name: str) -> tuple[int, Rebuild]:
         number = len(self.leaves)
-        described = _arrays.describe(name, value, abstract=self.abstract)
+        described: _arrays.Described | str
+        try:
+            if not self.abstract and _iterators.is_iterator(value):
+                value = _iterators.take(value, jax.process_count())
+            described = _arrays.describe(name, value, abstract=self.abstract)
+        except UnsupportedLeafError as e:
+            described = " ".join(line.strip() for line in str(e).splitlines())
         if isinstance(described, str):
             self.offenders.append((name, described))
             described = _arrays.Described(LeafSpec(name=name, kind="none"), None)

@@ -13,11 +13,15 @@ import jaxshard
 PACKAGE = REPOSITORY / "jaxshard"
 CLI = sorted(f"cli/{path.name}" for path in PACKAGE.glob("cli/*.py"))
 DISPLAY = sorted(f"display/{path.name}" for path in PACKAGE.glob("display/*.py"))
+DATA = sorted(f"data/{path.name}" for path in PACKAGE.glob("data/*.py"))
 TESTING = sorted(f"testing/{path.name}" for path in PACKAGE.glob("testing/*.py"))
-MODULES = sorted([*(path.name for path in PACKAGE.glob("*.py")), *CLI, *DISPLAY, *TESTING])
-NO_ROOMS = {"__init__.py", "monitoring.py", "zarr_dtypes.py", *CLI, *DISPLAY, *TESTING}
+FLAT = [path.name for path in PACKAGE.glob("*.py")]
+MODULES = sorted([*FLAT, *CLI, *DATA, *DISPLAY, *TESTING])
+NO_ROOMS = {
+    "__init__.py", "data/__init__.py", "monitoring.py", "zarr_dtypes.py", *CLI, *DISPLAY, *TESTING,
+}  # fmt: skip
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
-ROOM = re.compile(r"^\s*(_\w+\.py)\s+")
+ROOM = re.compile(r"^\s*((?:data/)?_\w+\.py)\s+")
 
 
 def blocks(markdown: str) -> list[str]:
@@ -56,7 +60,7 @@ def lazy_nodes(name: str) -> set[ast.AST]:
 def imports(name: str, *, top_level: bool = False) -> set[str]:
     """Dotted names that a module imports, lazily too; `from a import b` gives `a` and `a.b`."""
     tree = TREES[name]
-    skipped = type_checking_nodes(tree) if name == "__init__.py" else set()
+    skipped = type_checking_nodes(tree) if name in {"__init__.py", "data/__init__.py"} else set()
     if top_level:
         skipped |= lazy_nodes(name)
     found: set[str] = set()
@@ -74,7 +78,7 @@ def imports(name: str, *, top_level: bool = False) -> set[str]:
 
 def rooms_imported_by(name: str) -> set[str]:
     parts = (dotted.split(".") for dotted in imports(name))
-    found = {f"{p[1]}.py" for p in parts if p[0] == "jaxshard" and len(p) > 1}
+    found = {f"{'/'.join(p[1:n])}.py" for p in parts if p[0] == "jaxshard" for n in (2, 3)}
     return found & set(MODULES)
 
 
@@ -116,6 +120,10 @@ def test_the_map_lists_every_room_once():
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_rooms_above_it(room):
     assert rooms_imported_by(room) <= set(ROOMS[: ROOMS.index(room)])
+
+
+def test_no_other_room_imports_the_data():
+    assert importers("jaxshard.data") - set(DATA) == {"cli/_data.py"}
 
 
 def test_no_room_imports_the_command_line():
@@ -206,7 +214,7 @@ def test_only_what_is_for_zarr_knows_zarr():
 
 def test_only_arrays_and_placement_read_shardings():
     reading = {n for n in MODULES if any(a.endswith(".sharding") for a in attributes(n))}
-    assert reading | importers("jax.sharding") == {"_arrays.py", "_placement.py"}
+    assert reading | importers("jax.sharding") == {"_arrays.py", "_placement.py", "data/_share.py"}
 
 
 def test_only_arrays_touches_what_is_private_in_jax():
@@ -252,9 +260,13 @@ def test_nothing_evaluates_text():
 
 
 def test_only_front_pages_and_the_registry_import_by_name_and_only_what_is_ours():
-    pages = {"__init__.py": "jaxshard.{room}", "cli/__init__.py": "jaxshard.cli._{module}"}
+    pages = {
+        "__init__.py": "jaxshard.{room}",
+        "cli/__init__.py": "jaxshard.cli._{module}",
+        "data/__init__.py": "jaxshard.data.{room}",
+    }
     named = {n for n in MODULES if "importlib.import_module" in attributes(n)}
-    users = {"testing/_trainer.py"}  # imports what its user wants to be tested
+    users = {"testing/_trainer.py", "cli/_data.py"}  # imports what its user wants to be tested
     assert named == {*pages, "_registry.py", *users}
     assert all(w.startswith("jaxshard.display._") for w in jaxshard._registry.displays.values())
     for page, name in pages.items():

@@ -802,18 +802,13 @@ class Layer:
         return x * self.weight
 
 
-class Grain:
-    def get_state(self) -> dict[str, int]:
-        return {"at": 1}
+class Unstorable:
+    """An iterator whose state holds what nothing but pickle could store."""
 
-    def set_state(self, state: dict[str, int]) -> None: ...
+    def get_state(self) -> dict[str, object]:
+        return {"at": 1, "open": object()}
 
-
-class Torch:
-    def state_dict(self) -> dict[str, int]:
-        return {"at": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
+    def set_state(self, state: dict[str, object]) -> None: ...
 
 
 class Text(str):
@@ -854,8 +849,7 @@ REFUSED = {
     "dataclass": lambda: Unregistered(1),
     "callable-dataclass": lambda: Callable(1),
     "callable-object": Layer,
-    "grain-iterator": Grain,
-    "torch-iterator": Torch,
+    "unstorable-iterator": Unstorable,
     "struct": lambda: jax.ShapeDtypeStruct((2,), jnp.float32),
     "deleted": deleted,
     "unreduced": unreduced,

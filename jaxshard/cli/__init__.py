@@ -20,7 +20,7 @@ from jaxshard.cli._output import Failure, failure_of, note
 
 VERBS = (
     "ls", "show", "verify", "diff", "stats", "cat", "prune", "report", "protect", "unprotect",
-    "mark-bad", "rollback", "undo", "drill",
+    "mark-bad", "rollback", "undo", "drill", "data",
 )  # fmt: skip
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
