@@ -61,8 +61,7 @@ def _grain(iterator: Any) -> Settings:
             continue
         name = name.removesuffix("DatasetIterator").removesuffix("MapDataset")
         name = name.removesuffix("IterDataset")
-        label = f"{name} {names.count(name) + 1}" if name in names else name
-        names.append(name)
+        label = _label(name, names)
         for attribute in _GRAIN:
             for place in (node, getattr(node, "_shard_options", None)):
                 value = getattr(place, f"_{attribute}", getattr(place, attribute, None))
@@ -72,6 +71,12 @@ def _grain(iterator: Any) -> Settings:
         if rows is not None:
             found[f"{label}.rows"] = rows
     return {"transformations": names, **found}
+
+
+def _label(name: str, names: list[str]) -> str:
+    """The name of one more transformation, numbered if there is one of that name already."""
+    names.append(name)
+    return name if names.count(name) == 1 else f"{name} {names.count(name)}"
 
 
 def _is_share_of_elastic(node: Any, attribute: str) -> bool:
@@ -111,10 +116,9 @@ def _torchdata(loader: Any) -> Settings:
 
 def _datasets(stream: Any) -> Settings:
     found: Settings = {"shards": getattr(stream, "num_shards", None)}
-    names = []
+    names: list[str] = []
     for node in _examples_iterables(stream):
-        name = type(node).__name__.removesuffix("ExamplesIterable")
-        names.append(name)
+        name = _label(type(node).__name__.removesuffix("ExamplesIterable"), names)
         for attribute in ("batch_size", "buffer_size", "n", "stopping_strategy"):
             value = getattr(node, attribute, None)
             if type(value) in (int, str):

@@ -169,9 +169,14 @@ def problems(value: Any, saved: IteratorInfo, state: Any) -> list[str]:
     if callable(own):
         return list(own(saved, state))
     check = getattr(value, "check_state", None)
-    if saved.class_name != class_name(value):
+    if not is_of_same_class(value, saved):
         return [f"saved {_one(saved.class_name)}, wanted {_one(class_name(value))}"]
     return list(check(state)) if callable(check) else differences_of(value, saved)
+
+
+def is_of_same_class(value: Any, saved: IteratorInfo) -> bool:
+    """Whether the classes have the same name; a module may have been moved, or be `__main__`."""
+    return short_name(saved.class_name) == short_name(class_name(value))
 
 
 def differences_of(value: Any, saved: IteratorInfo) -> list[str]:

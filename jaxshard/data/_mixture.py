@@ -91,7 +91,7 @@ def _pair(number: int, part: Any) -> tuple[Any, Fraction]:
         ) from None
     try:
         exact = weight if isinstance(weight, (int, Fraction)) else _fraction(float(weight))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # no number, NaN, infinite
         exact = Fraction(0)
     if isinstance(weight, bool) or exact <= 0:
         raise ValueError(
@@ -157,8 +157,6 @@ class Pattern:
 def _one_period(weights: Sequence[int]) -> Array:
     """The sources of one period, each as often as its weight says, evenly spread."""
     period = sum(weights)
-    if len(weights) == 1:
-        return np.zeros(1, np.int64)
     waiting = [(0, source, 0) for source in range(len(weights))]  # from, source, how many it had
     ready: list[tuple[int, int, int]] = []  # until, source, how many it had
     out = np.zeros(period, np.int64)

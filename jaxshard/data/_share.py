@@ -80,7 +80,8 @@ class Share:
         """Global arrays of a batch, whose needed rows are here."""
         if self._sharding is None:
             return local
-        return _map_named(functools.partial(self._array, self._needed(size), size), local, ())
+        with _arrays.transfers_allowed():
+            return _map_named(functools.partial(self._array, self._needed(size), size), local, ())
 
     def _array(self, needed: Array, size: int, path: tuple[Any, ...], values: Array) -> Any:
         sharding = _for_rank(self._of(path), values.ndim)

@@ -142,10 +142,9 @@ class Stateful:
 
         It may also be that of the iterator alone, from before it was wrapped.
         """
-        if saved.class_name == _iterators.class_name(self):
+        if _iterators.is_of_same_class(self, saved):
             return self.check_state(state)
-        bare = self._holder is not None and saved.class_name == _iterators.class_name(self._holder)
-        if not bare:
+        if self._holder is None or not _iterators.is_of_same_class(self._holder, saved):
             name = _iterators.short_name(saved.class_name)
             return [f"saved an iterator {name}, wanted Stateful of {self._made_name()}"]
         if self._replay or self._on_mismatch == "replay":
@@ -235,7 +234,7 @@ class Stateful:
 
 def _is_maker(source: Any) -> bool:
     is_iterable = hasattr(source, "__iter__") or hasattr(source, "__next__")
-    return callable(source) and not is_iterable
+    return isinstance(source, type) or (callable(source) and not is_iterable)
 
 
 def _is_ours(state: Any) -> bool:
