@@ -59,6 +59,14 @@ SESSION = [
     ),
     ("What a step changed", ["diff runs/lm@200 runs/lm@300", "diff runs/lm runs/lm@300 --json"]),
     (
+        "Do two meshes, or two settings, get the same data (`train.py` has a function `loader`)",
+        [
+            "data rows train:loader --step 100 --count 2",
+            "data compare 'train:loader(devices=4)' 'train:loader(devices=2)' --count 50",
+            "data compare train:loader 'train:loader(batch=[(0, 8), (2, 16)])'",
+        ],
+    ),
+    (
         "When training went wrong",
         [
             'mark-bad runs/lm@200 --why "half of the data was missing"',
@@ -105,8 +113,24 @@ def state(step: int) -> dict:
     }
 
 
+TRAIN = """\
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxshard.data import ElasticLoader
+
+
+def loader(devices=4, batch=8):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    return ElasticLoader(np.arange(1000), global_batch=batch, sharding=sharding)
+"""
+
+
 def make_files() -> None:
-    """A run of three steps, and an attempt that was killed."""
+    """A run of three steps, an attempt that was killed, and a training script."""
+    Path("train.py").write_text(TRAIN)
     options = jaxshard.SaveOptions(pack_below=2048)
     with jaxshard.ResumeManager("runs/lm", keep=jaxshard.Keep(), options=options) as run:
         for step in (100, 200, 300):

@@ -499,7 +499,7 @@ def test_a_directory_whose_name_has_an_at_sign_is_found(tmp_path):
     assert "to be a run, found one checkpoint" in result.stderr
 
 
-@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "drill"])
+@pytest.mark.parametrize("verb", [v for v in cli.VERBS if v not in {"drill", "data"}])
 def test_a_missing_path_is_one_message_with_a_hint(sound_run, verb):
     why = ["--why", "a spike"]
     rest = {"cat": ["w"], "diff": [sound_run], "mark-bad": why, "rollback": why}.get(verb, [])
@@ -733,6 +733,99 @@ def test_a_verb_that_reads_imports_neither_jax_nor_another_verb(sound_run, verb,
     }
 
 
+# Data ---------------------------------------------------------------------------------------
+
+TRAIN = """
+import numpy as np
+from jaxshard.data import ElasticLoader, Mixture, Pack
+
+def loader(batch=4, epochs=2, **kwargs):
+    return ElasticLoader(np.arange(10), global_batch=batch, epochs=epochs, **kwargs)
+
+def fails():
+    raise KeyError("no such file")
+
+mixture = ElasticLoader(Mixture([(range(10), 1), (range(5), 1)]), global_batch=2, shuffle=False)
+stream = ElasticLoader([[1, 2, 3]] * 4, global_batch=1, pack=Pack(2, "stream"))
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A directory with a module that has loaders; its name, which no other test uses."""
+    name = f"train_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_rows_of_a_loader(script):
+    plain = f"{script}:loader(shuffle=False)"
+    assert answer("data", "rows", plain).splitlines() == [
+        "STEP  ROWS", "0     0 1 2 3", "1     4 5 6 7", "2     8 9 0 1",
+    ]  # fmt: skip
+    assert answer("data", "rows", plain, "--step", 4, "--count", 9).splitlines()[1:] == [
+        "4     6 7 8 9"
+    ]
+    assert document("data", "rows", f"./{script}.py:mixture", "--count", 1) == {
+        "batches": [{"step": 0, "rows": [[0, 0], [1, 0]]}]
+    }
+    assert "0:0 1:0" in answer("data", "rows", f"{script}:mixture")
+    assert "… 8 more" in answer("data", "rows", f"{script}:loader(batch=20)")
+
+
+def test_the_keys_of_what_is_said_of_data_are_in_the_help(script):
+    rows = document("data", "rows", f"{script}:loader")
+    differ = document("data", "compare", f"{script}:loader", f"{script}:loader(seed=1)", code=1)
+    assert keys_of(rows) | keys_of(differ) == documented_keys("data")
+
+
+def test_loaders_are_compared(script):
+    same = answer("data", "compare", f"{script}:loader", f"{script}:loader(prefetch=0)")
+    assert same == f"{script}:loader and {script}:loader(prefetch=0): batches 0 to 2 are the same\n"
+    other = answer("data", "compare", f"{script}:loader", f"{script}:loader(seed=3)", code=1)
+    assert other.splitlines()[1].startswith("batch 0: other rows from place ")
+    assert len(other.splitlines()) == 4
+    sizes = answer(
+        "data", "compare", f"{script}:loader", f"{script}:loader(batch=[(0, 4), (1, 2)])", code=1
+    )
+    assert "batches 0 to 0 are the same\nbatch 1: 4 rows in the first, 2 in the second" in sizes
+    assert answer("data", "compare", f"{script}:stream", f"{script}:stream", "--step", 1)
+    shorter = [f"{script}:loader(epochs=1)", f"{script}:loader"]
+    ends = answer("data", "compare", *shorter, "--count", 9, code=1)
+    assert "batch 2: the first loader ends here" in ends
+    only_rows = ["data", "compare", *shorter, "--rows-only", "--count", 2]
+    assert "batches 0 to 1 are the same" in answer(*only_rows)
+    beyond = answer("data", "compare", shorter[0], shorter[0], "--step", 99)
+    assert "both end before batch 99" in beyond
+
+
+@pytest.mark.parametrize(
+    ("loaders", "message"),
+    [
+        (["rows", "{}:loader", "{}:loader"], "data rows: expected one LOADER, found 2"),
+        (["compare", "{}:loader"], "data compare: expected two LOADERs, found 1"),
+        (["rows", "{}"], "expected MODULE:NAME, or MODULE:NAME(argument=value)"),
+        (["rows", "{}:loader(open('x'))"], "with plain values"),
+        (["rows", "{}:loader(batch=open)"], "with plain values"),
+        (["rows", "{}:nothing"], "expected 'nothing' in train_"),
+        (["rows", "no_such_module:loader"], "there is no module 'no_such_module'"),
+        (["rows", "{}:np"], "expected an ElasticLoader, found module"),
+        (["rows", "{}:fails"], "KeyError: 'no such file'"),
+        (["rows", "{}:loader(batch=0)"], "expected sizes of 1 or more"),
+        (["rows", "{}:loader", "--step", "7"], "expected a batch between 0 and 5, not included"),
+        (["rows", "{}:stream"], "are not known before they are read"),
+    ],
+)
+def test_what_is_no_loader_is_one_message(script, loaders, message):
+    result = call("data", *(text.replace("{}", script) for text in loaders))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 # Documentation ------------------------------------------------------------------------------
 
 PAGE = (REPOSITORY / "docs/cli.md").read_text()
@@ -760,7 +853,7 @@ def test_the_script_and_the_module_are_the_same_command_line():
 def test_a_verb_documents_examples_and_exit_codes(verb):
     text = answer(verb, "--help")
     assert "Exit codes:\n" in text
-    assert ("  1  " in text) is (verb in {"verify", "diff", "drill"})
+    assert ("  1  " in text) is (verb in {"verify", "diff", "drill", "data"})
     for example in COMMANDS[verb].examples:
         assert example.startswith(f"jaxshard {verb} ")
         arguments = shlex.split(re.split(r" [|>] ", example)[0])[2:]
@@ -824,7 +917,7 @@ def test_the_keys_of_every_document_are_those_in_the_help(sound_run, damaged_run
     root = _some_run(tmp_path / "another")
     for verb, rest in _DECISIONS.items():
         documents[verb] = document(verb, root if verb == "undo" else f"{root}@2", *rest)
-    assert {*documents, "drill"} == set(cli.VERBS)
+    assert {*documents, "drill", "data"} == set(cli.VERBS)
     for verb, found in documents.items():
         assert keys_of(found) == documented_keys(verb), verb
 

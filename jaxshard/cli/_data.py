@@ -117,7 +117,10 @@ def _show_compared(
         )
         return
     last = step + compared.batches - 1
-    same = f"batches {step} to {last} are the same" if compared.batches else "no batch is the same"
+    if compared.batches:
+        same = f"batches {step} to {last} are the same"
+    else:
+        same = f"both end before batch {step}" if difference is None else "no batch is the same"
     click.echo(f"{loaders[0]} and {loaders[1]}: {same}")
     if difference is None:
         return

@@ -16,7 +16,7 @@ from jaxshard.cli._verb import Verb, json_option, open_one
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_VALUES = {"bool", "int", "float", "complex", "str", "bytes"}  # kept in the manifest
+_VALUES = {"bool", "int", "float", "complex", "str", "bytes", "iterator"}  # kept in the manifest
 _VALUE_SHOWN = 40
 _WHOLE_TREE = "(the whole tree)"
 
@@ -176,7 +176,7 @@ def _print_rows(
 
 
 def _type(ckpt: Checkpoint, info: LeafInfo) -> str:
-    text = ckpt.leaf_spec(info.name).describe()
+    text = ckpt.leaf_spec(info.name).describe().removeprefix("an ")
     value = _value(ckpt, info)
     if value is None:
         return text

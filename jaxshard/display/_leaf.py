@@ -9,6 +9,8 @@ from jaxshard.display import _words
 from jaxshard.display._markup import Html, card, facts, join, note, span
 from jaxshard.display._mosaic import axes, mosaic
 
+_TYPED = {"numpy_scalar", "iterator"}  # without elements, and yet with a type of their own
+
 
 def leaf(shown: Leaf) -> Html:
     """The display of a leaf."""
@@ -17,7 +19,7 @@ def leaf(shown: Leaf) -> Html:
     stored = shown.source.leaf(shown.number)  # another one, if this is the same array
     where = {
         "kind": _kind(own),
-        "type": _words.dtype(own) if own.has_array or own.kind == "numpy_scalar" else None,
+        "type": _words.dtype(own) if own.has_array or own.kind in _TYPED else None,
         "shape": _words.shape(info.shape) if own.has_array else None,
         "value": None if own.has_array else _words.value(own) or None,
         "size": size_text(info.nbytes) if own.has_array else None,

@@ -22,6 +22,8 @@ def dtype(leaf: LeafSpec) -> str:
         return f"key<{leaf.key_impl}>"
     if leaf.kind == "array":
         return f"{leaf.dtype}{' weak' if leaf.weak_type else ''}"
+    if leaf.kind == "iterator":
+        return leaf.describe().removeprefix("an ")
     return {"numpy_scalar": f"{leaf.dtype}"}.get(leaf.kind, leaf.kind)
 
 
